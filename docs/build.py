@@ -14,7 +14,7 @@ An area of the experiments adds a page in three steps:
 3. Name the function in ``AREAS``. It is imported only when one of its pages is built.
 
 Variables may be numbers, strings, lists, data frames (``{{ frame | table }}``,
-``{{ frame | table(time=seconds, sent=num_bytes) }}``) or pictures. A picture is a matplotlib figure of
+``{{ frame | table(time=seconds_of, sent=num_bytes) }}``) or pictures. A picture is a matplotlib figure of
 ``report.plots``; it is written to ``docs/PAGE-VARIABLE.svg``, and the template sees the path relative to the page:
 ``![Time against ranks]({{ ring }})``.
 
@@ -33,7 +33,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,16 @@ sys.path[:0] = [str(ROOT), str(DOCS)]
 from experiments.report import numbers, plots, results, tables  # noqa: E402
 from hvdcompress import registry  # noqa: E402
 
-#: Pattern of pages -> "module:function". The function takes the page's name and returns the template's variables.
+#: Pattern of pages -> "module:function", which takes the page's name and returns the template's variables.
 AREAS: dict[str, str] = {
+    "papers/*": "experiments.papers.page:variables",
     "README": "pages:readme",
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
     "results": "pages:results_page",
     "reliability": "pages:reliability",
+    "bench": "experiments.bench.pages:context",
+    "scale": "experiments.cost_model.pages:context",
 }
 NOTE = "<!-- Made by docs/build.py: change docs/templates/{}.md instead. -->\n"
 
@@ -70,13 +73,12 @@ def path_of(page: str) -> Path:
     return (ROOT if page == "README" else DOCS) / f"{page}.md"
 
 
-def variables(page: str) -> Mapping[str, Any]:
+def variables(page: str) -> dict[str, Any]:
     """Return what the page's area gives to its template."""
-    for pattern, function in AREAS.items():
-        if Path(page).match(pattern):
-            module, _, name = function.partition(":")
-            found: Mapping[str, Any] = getattr(import_module(module), name)(page)
-            return found
+    for pattern, target in AREAS.items():
+        if fnmatch(page, pattern):
+            module, _, function = target.partition(":")
+            return dict(getattr(import_module(module), function)(page))
     return {}
 
 
@@ -84,7 +86,7 @@ def build(page: str) -> dict[Path, str]:
     """Return the text of a page and of its pictures, by file."""
     target = path_of(page)
     files: dict[Path, str] = {}
-    given = dict(variables(page))
+    given = variables(page)
     for name, value in given.items():
         if isinstance(value, Figure):
             picture = target.with_name(f"{target.stem}-{name.replace('_', '-')}.svg")
@@ -105,8 +107,6 @@ def environment(target: Path) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     formats = {name: getattr(numbers, name) for name in ("number", "num_bytes", "seconds_of", "rate_of", "percent")}
-    formats["seconds"] = numbers.seconds_of
-    formats["ratio"] = numbers.rate_of
     made.filters.update(formats, table=tables.markdown)
 
     def link(path: str) -> str:
@@ -117,7 +117,7 @@ def environment(target: Path) -> jinja2.Environment:
         table=tables.markdown,
         diff=diff,
         made=made_by,
-        methods=registry.classes(),
+        methods={id: cls for id, cls in registry.classes().items() if cls.__module__.startswith("hvdcompress.")},
         link=link,
         raw=lambda name: link(f"experiments/results/{name}.json"),
         source=lambda id: link(f"hvdcompress/methods/{id}.py"),

@@ -19,7 +19,7 @@ project = "hvdcompress"
 copyright = "the hvdcompress developers"
 version = release = hvdcompress.__version__
 extensions = ["myst_parser", "sphinx_design", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["templates"]
+exclude_patterns = ["templates", "*_notes.md"]
 source_suffix = {".md": "markdown"}
 suppress_warnings = ["myst.header"]  # pages are one heading and its parts; generated ones may skip a level
 

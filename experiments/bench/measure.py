@@ -3,63 +3,68 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import nets
-from experiments.bench.config import LOOPBACK, Bench, Turn, read_turns
-from experiments.bench.devices import Cpu
+from experiments.bench.config import Bench, Turn
 from experiments.bench.ranks import Group, RankError
-from experiments.cluster import launcher
 from experiments.cluster.hosts import Hosts
+from experiments.cluster.launch import LaunchError
 from experiments.cluster.rates import speed
-from experiments.output import jsonl
+from experiments.report.results import copy_speed
 
-COPIED = 25_000_000  # float32 values, 100 MB: what a turn's times are compared with on another machine
-ROOM = 10  # times a set's bytes: what a contender may take in each rank while it is set up
+__all__ = ["TURNS", "measure", "read"]
+
+TURNS = "turns.jsonl"  #: in the folder of a benchmark: one line per turn
+ROOM = 10  # times the bytes of a set: memory that a contender may need on each rank while it is set up
 
 
-def measure(
-    bench: Bench,
-    folder: Path,
-    loopback: bool,
-    say: Callable[[str, dict[str, Any] | None], None],
-    note: Callable[[dict[str, Any]], None],
-) -> None:
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the turns in a folder, the last one of each key; a line that a kill has cut off is left out."""
+    file = folder / TURNS
+    found = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            turn = json.loads(line)
+            found[turn["rate"], turn["set"], turn["contender"], turn["round"]] = turn
+    return list(found.values())
+
+
+def measure(bench: Bench, folder: Path, say: Callable[[str], object]) -> None:
     """Take every turn that has no result yet. Hosts and ranks are gone when it returns or raises.
 
     Args:
         bench: what to measure.
-        folder: each turn's result is appended to ``results.jsonl`` in it.
-        loopback: measure without emulated hosts.
-        say: called with a turn's name before it, and with its name and result after it.
-        note: called for each link with {"rate", "link", "reached"}.
+        folder: the result of each turn is appended to ``turns.jsonl`` in it.
+        say: called with what happens.
 
     Raises:
         HostsError: the hosts cannot be set up.
         LaunchError: the ranks cannot be started.
     """
-    done = {(t["rate"], t["set"], t["contender"], t["round"]) for t in read_turns(folder) if "failed" not in t}
-    for rate in [LOOPBACK] if loopback else bench.rates:
-        turns = [turn for turn in bench.turns([rate]) if turn.key not in done]
-        if not turns:
-            continue
-        hosts = None if loopback else bench.hosts_at(rate)
+    earlier = [turn for turn in read(folder) if "failed" not in turn]
+    (folder / TURNS).write_text("".join(f"{json.dumps(turn)}\n" for turn in earlier), encoding="utf-8")
+    done = [{key: turn[key] for key in ("rate", "set", "contender", "round")} for turn in earlier]
+    missing = [turn for turn in bench.turns() if turn.key not in done]
+    for rate in dict.fromkeys(turn.rate for turn in missing):
+        turns = [turn for turn in missing if turn.rate == rate]
+        hosts = bench.hosts_at(rate)
         with hosts or contextlib.nullcontext():
-            link: dict[str, Any] = {"rate": rate, "link": str(hosts or "shared memory (MPI), loopback TCP")}
-            say(f"{link['link']}: starting ranks", None)
+            link = {"link": str(hosts or "shared memory (MPI), loopback TCP")}
+            say(f"{link['link']}: starting ranks")
             if hosts:
-                link["reached"] = [speed(bits) for bits in hosts.measure()]
-            note(link)
+                link["reached"] = ", ".join(speed(bits) for bits in hosts.measure())
             with _groups(turns, bench, hosts, folder / "log.txt") as groups:
                 for turn in turns:
-                    say(str(turn), None)
-                    result = _take(turn, bench, groups[turn.contender.where], hosts)
-                    jsonl.append(folder / "results.jsonl", result)
-                    say(str(turn), result)
+                    line = turn.key | link | _take(turn, bench, groups[turn.contender.where], hosts)
+                    with (folder / TURNS).open("a", encoding="utf-8") as stream:
+                        stream.write(json.dumps(line) + "\n")
+                    times = ", ".join(f"{one['seconds']:.3g} s" for one in line.get("exchanges", ()))
+                    say(f"{turn}: {times or 'failed: ' + line['failed']}")
 
 
 @contextlib.contextmanager
@@ -68,19 +73,18 @@ def _groups(turns: Sequence[Turn], bench: Bench, hosts: Hosts | None, log: Path)
     groups = {name: Group(name, bench.hosts, hosts, log, not bench.awake, bench.device) for name in names}
     with contextlib.ExitStack() as stack:
         try:
-            for group in groups.values():  # one by one: they would be in each other's way
+            for group in groups.values():  # one after the other: on few cores, imports of all at once time out
                 stack.callback(group.stop)
                 group.launch()
                 group.join()
             yield groups
         except RankError as error:
-            raise launcher.LaunchError(str(error)) from None
+            raise LaunchError(str(error)) from None
 
 
 def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:
-    """One turn's line in ``results.jsonl``; a failure is one, too, and the group begins again after it."""
-    line: dict[str, Any] = dict(zip(("rate", "set", "contender", "round"), turn.key, strict=True))
-    line |= {"at": time.strftime("%Y-%m-%dT%H:%M:%S"), "copy": copy_seconds()}
+    """Return the figures of one turn. A failure is a result, too; the group starts again after it."""
+    line = {"kind": turn.contender.kind, "copy_gb_per_s": round(copy_speed(), 2)}
     try:
         if not group.up:
             group.launch()
@@ -90,13 +94,6 @@ def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[s
     except RankError as error:
         group.stop()
         return line | {"failed": str(error)}
-
-
-def copy_seconds() -> float:
-    """Seconds that one core takes to copy 100 MB now, the median of three: what this machine's memory allows."""
-    host = Cpu()
-    x, to = host.empty(COPIED), host.empty(COPIED)
-    return statistics.median(host.timed(host.copy, to, x)[1].seconds for _ in range(3))
 
 
 def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:
@@ -115,20 +112,20 @@ def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> d
     after = hosts.traffic() if hosts else []
     if len({reply["checksum"] for reply in group.ask("check", key=key)}) > 1:
         raise RankError("ranks ended with different gradients")
-    # the first one is still disturbed by the ranks' waking up: by a second, now and then
+    # The ranks' waking up still disturbs the first one, sometimes by a second
     line: dict[str, Any] = {"exchanges": [_together(replies) for replies in found[1:] or found]}
     for what in ("dense", "sent", "on_wire", "calls"):
         if what in found[-1][0]:
-            line[what] = sum(reply[what] for replies in found for reply in replies) / (len(found) * len(found[0]))
+            line[what] = sum(reply[what] for replies in found for reply in replies) / (len(found) * group.ranks)
     if hosts:
-        line["interface"] = [(a.sent - b.sent) / len(found) for a, b in zip(after, before, strict=True)]
+        line["interface"] = sum(a.sent - b.sent for a, b in zip(after, before, strict=True)) / len(found) / group.ranks
     return line
 
 
 def _make_room(group: Group, key: str, num_bytes: int) -> None:
-    """Make the ranks forget contenders while memory is short for one more, with a set of so many bytes.
+    """Make the ranks forget contenders until memory suffices for one more.
 
-    The latest go first: turns repeat in order, so the earliest is needed next.
+    The latest one goes first: turns repeat in order, so the earliest one is needed next.
     """
     import psutil
 
@@ -138,7 +135,7 @@ def _make_room(group: Group, key: str, num_bytes: int) -> None:
 
 
 def _together(replies: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """One exchange: from the first rank's start to the last one's end; what the ranks were busy with, on average."""
+    """Combine the ranks' times of one exchange: from the first start to the last end; of the parts, the mean."""
     one = {"seconds": max(r["end"] for r in replies) - min(r["start"] for r in replies)}
     for what in ("encode", "decode", "blocked"):
         if what in replies[0]:

@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,10 +23,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from experiments.cluster import launcher
+from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
 
-GROUPS = ("ring", "mpi", "gloo", "ddp", "mpi4py")
+#: How the ranks of a group are started; mpirun starts those of Horovod, too
+DRIVERS: dict[str, launch.Driver] = {"ring": "mpi", "mpi": "mpi", "gloo": "gloo", "ddp": "ddp", "mpi4py": "mpi"}
 MODULE = "experiments.bench.rank"
 JOINING = 180.0  # seconds: imports of all ranks at once, on few processors
 ANSWERING = 600.0  # seconds for one exchange, or for setting a contender up; and on top of that
@@ -42,7 +42,7 @@ class Group:
     """All ranks over one transport, between :meth:`launch` and :meth:`stop`.
 
     Args:
-        name: one of :data:`GROUPS`.
+        name: one of :data:`DRIVERS`.
         ranks: how many.
         hosts: the emulated hosts that they are on, up.
         log: the file that gets all output.
@@ -55,7 +55,7 @@ class Group:
         self.device = device
         self.patience = ANSWERING
         self.prepared: list[str] = []  # contenders that its ranks hold, in the order in which they came
-        self._launched: list[launcher.Ranks] = []
+        self._launched: launch.Ranks | None = None
         self._connections: dict[int, Connection] = {}  # by rank
         self._pids: list[int] = []
         self._folder: str | None = None
@@ -64,7 +64,7 @@ class Group:
     @property
     def up(self) -> bool:
         """Whether its ranks have been launched."""
-        return bool(self._launched)
+        return self._launched is not None
 
     def launch(self) -> None:
         """Start the processes; :meth:`join` waits for them."""
@@ -74,19 +74,9 @@ class Group:
         self._server.bind(path)
         self._server.listen(self.ranks)
         words = ["-m", MODULE, path, self.name, self.device]
-        if self.name == "ddp":
-            lines = [launcher.rank_line(rank, self.ranks, words, self.hosts) for rank in range(self.ranks)]
-        else:
-            lines = [self._launch_line(words)]
-        # without hosts=, which would make MPI's collectives rings: each rank chooses for itself
-        self._launched += [launcher.Ranks(line, self.ranks, self.log) for line in lines]
-
-    def _launch_line(self, words: list[str]) -> list[str]:
-        if self.hosts is None or self.name == "gloo":
-            return launcher.command(self.ranks, "gloo" if self.name == "gloo" else "mpi", *words, hosts=self.hosts)
-        # what horovodrun would call, after some 7 seconds
-        line = [launcher.mpirun() or "mpirun", "-np", str(self.ranks), "-H", self.hosts.slots, "-bind-to", "none"]
-        return self.hosts.command(self.hosts.names[0], *line, "-mca", "pml", "ob1", sys.executable, *words)
+        lines = launch.lines(words, self.ranks, DRIVERS[self.name], self.hosts)
+        # Each rank chooses for itself whether MPI's collectives are rings
+        self._launched = launch.Ranks(lines, self.ranks, self.log)
 
     def join(self) -> None:
         """Wait until all ranks have met, and let them sleep.
@@ -107,11 +97,11 @@ class Group:
         self._connections = dict(enumerate(connections))
         heads = self._replies(deadline)
         self._connections = {head["rank"]: connections[at] for at, head in heads.items()}
-        self._pids = [head["pid"] for head in heads.values()]
+        self._pids = [head["pid"] for head in sorted(heads.values(), key=lambda head: head["rank"])]
         self._sleep()
 
     def _check_alive(self) -> None:
-        if any(each.process.poll() is not None for each in self._launched):
+        if not self._launched or self._launched.status() is not None:
             raise RankError(f"the ranks of {self.name!r} ended before they met\n{self._tail()}")
 
     @contextlib.contextmanager
@@ -171,7 +161,7 @@ class Group:
         return found
 
     def _tail(self) -> str:
-        return launcher.tail(self.log, 6)
+        return launch.tail(self.log, 6)
 
     def _signal(self, number: int) -> None:
         for pid in self._pids:
@@ -185,12 +175,12 @@ class Group:
             connection.close()  # a rank that works ends by itself then
         if self._server:
             self._server.close()
-        deadline = time.monotonic() + (3.0 if self._connections else 0.0)
-        while time.monotonic() < deadline and any(each.process.poll() is None for each in self._launched):
-            time.sleep(0.05)
-        for each in self._launched:
-            each.stop(1.0)
+        if self._launched:
+            deadline = time.monotonic() + (3.0 if self._connections else 0.0)
+            while time.monotonic() < deadline and self._launched.status() is None:
+                time.sleep(0.05)
+            self._launched.stop(1.0)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._launched, self._connections, self._pids, self._server, self._folder = [], {}, [], None, None
+        self._launched, self._connections, self._pids, self._server, self._folder = None, {}, [], None, None
         self.prepared.clear()

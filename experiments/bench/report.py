@@ -1,123 +1,125 @@
-"""The report of a benchmark: its tables, on a terminal and as Markdown."""
+"""From the turns of a benchmark to one record per contender, a table and a picture.
+
+The columns of :func:`summarize`; seconds and bytes are of one exchange, bytes of one rank on average:
+
+- *seconds*, *least*, *most*, *exchanges*: the median of so many exchanges and its range;
+- *speed_up*, *speed_up_least*, *speed_up_most*: seconds of the fastest dense all-reduce in the same set and at the same
+  rate over these, and the range of this ratio over the rounds;
+- *encode*, *decode*: codec time of a rank's main thread, before and after a tensor's last collective;
+- *wire*, *wait*: of the time in which a rank is blocked in Horovod or MPI, what the link needs for the ledger's bytes
+  with their headers, and the rest: latency, Horovod's cycles, other ranks' codecs;
+- *other*: PyTorch, Python, calls of MPI, and how far the ranks are apart. DDP's time cannot be split;
+- *interface*: bytes that left the host, with all headers and negotiation; *on_wire*: the ledger's bytes if collectives
+  run as rings; *sent*: payload handed to collectives; *calls*: collectives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from experiments.bench.config import LOOPBACK
-from experiments.bench.results import PARTS, Result, Row, best_dense
-from experiments.cluster.rates import Rate
-from experiments.output.table import MISSING, Column, Format, Table, print_tables
-from experiments.report import numbers
+from experiments.cluster.rates import HEADERS, Rate
+from experiments.report import numbers, plots, tables
 
-__all__ = ["LEGEND", "heading", "markdown", "show", "table", "tables"]
+__all__ = ["show", "speed_ups", "summarize"]
 
-
-def _seconds(row: Row) -> str:
-    return numbers.seconds_of(row.time.middle) if row.time else "failed"
+PLACE = ["set", "rate"]
+PARTS = ("encode", "wire", "wait", "decode", "other")
 
 
-def _spread(row: Row) -> str:
-    if not row.time:
-        return MISSING
-    return f"{numbers.seconds_of(row.time.least)} – {numbers.seconds_of(row.time.most)}"
+def summarize(turns: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return one record per set, rate and contender.
+
+    Args:
+        turns: as in ``turns.jsonl``.
+    """
+    whole = pd.DataFrame([turn for turn in turns if "failed" not in turn])
+    if whole.empty:
+        return pd.DataFrame(columns=[*PLACE, "contender", "seconds"])
+    given = whole.explode("exchanges", ignore_index=True)
+    times = pd.concat([given.drop(columns="exchanges"), pd.json_normalize(given["exchanges"].tolist())], axis=1)
+    by = [*PLACE, "contender"]
+    groups = times.groupby(by, sort=False)
+    seconds = groups["seconds"].agg(seconds="median", least="min", most="max", exchanges="count")
+    means = groups[[c for c in ("interface", "on_wire", "sent", "calls", "dense") if c in times]].mean()
+    found = groups[["kind"]].first().join(seconds).join(means).reset_index()
+    found = found.join(_speed_ups(found, times.groupby([*by, "round"])["seconds"].median()))
+    if "blocked" in times:
+        shares = groups[["encode", "decode", "blocked"]].sum(min_count=1).div(groups["seconds"].sum(), axis=0)
+        found = found.join(_parts(found, shares.reset_index(drop=True)))
+    return found
 
 
-def _speed_up(row: Row) -> str:
-    if not row.speed_up:
-        return MISSING
-    middle, least, most = (numbers.number(value) for value in row.speed_up)
-    return f"{middle} ({least} – {most})" if least != most else middle
+def _speed_ups(found: pd.DataFrame, by_round: pd.Series) -> pd.DataFrame:
+    """Return how many times as fast as the best dense all-reduce each contender is, and the range over the rounds."""
+    dense = found[found["kind"] == "dense"].sort_values("seconds").drop_duplicates(PLACE).set_index(PLACE)
+    rows: list[dict[str, float]] = []
+    for row in found.to_dict("records"):
+        place = tuple(row[key] for key in PLACE)
+        if place not in dense.index:
+            rows.append({})
+            continue
+        best = dense.loc[place]
+        ratios = (by_round[(*place, best["contender"])] / by_round[(*place, row["contender"])]).dropna()
+        middle = best["seconds"] / row["seconds"]
+        low, high = (edge([middle, *ratios]) for edge in (min, max))
+        rows.append({"speed_up": middle, "speed_up_least": low, "speed_up_most": high})
+    return pd.DataFrame(rows, found.index, ["speed_up", "speed_up_least", "speed_up_most"])
 
 
-def _part(what: str) -> Column[Row]:
-    def text(row: Row) -> str:
-        return numbers.seconds_of(row.parts[what]) if what in row.parts else MISSING
-
-    return Column(what, what, text, lambda row: row.parts.get(what), "s", yields=1)
-
-
-def _from_ledger(key: str, title: str, form: Callable[[float], str], unit: str = "") -> Column[Row]:
-    def text(row: Row) -> str:
-        return form(row.ledger[key]) if key in row.ledger else MISSING
-
-    return Column(key, title, text, lambda row: row.ledger.get(key), unit, yields=2)
+def _parts(found: pd.DataFrame, shares: pd.DataFrame) -> pd.DataFrame:
+    """Return where the seconds of the median exchange went, by the mean shares of all exchanges."""
+    spent = shares.mul(found["seconds"], axis=0)
+    # The interface's count would include what Horovod says while nothing is exchanged
+    rates = found["rate"].map(lambda rate: float("inf") if rate == LOOPBACK else Rate.parse(rate).slower)
+    wire = (8 * (1 + HEADERS) * found["on_wire"] / rates).clip(upper=spent["blocked"]).where(spent["blocked"].notna())
+    other = (found["seconds"] - spent.sum(axis=1, skipna=False)).clip(lower=0.0)
+    return pd.DataFrame({**spent[["encode", "decode"]], "wire": wire, "wait": spent["blocked"] - wire, "other": other})
 
 
-def _interface(row: Row) -> str:
-    return MISSING if row.interface is None else numbers.num_bytes(row.interface)
+def show(records: pd.DataFrame) -> None:
+    """Print a table for each set and rate."""
+    times = dict.fromkeys(("seconds", "least", "most", *PARTS), numbers.seconds_of)
+    sizes = dict.fromkeys(("interface", "on_wire", "sent"), numbers.num_bytes)
+    counts = dict.fromkeys(("exchanges", "calls"), lambda value: f"{value:.0f}")
+    ratios = dict.fromkeys(("speed_up", "speed_up_least", "speed_up_most"), numbers.rate_of)
+    columns = ["contender", "seconds", "least", "most", "exchanges", *ratios, *PARTS, *sizes, "calls"]
+    for (name, rate), rows in records.groupby(PLACE, sort=False):
+        present = [column for column in columns if column in rows and rows[column].notna().any()]
+        tables.show(rows[present], f"{name} at {rate}", **times, **sizes, **counts, **ratios)
 
 
-def columns(best: Row | None) -> list[Column[Row]]:
-    """The columns of a table in which ``best`` is the best dense all-reduce."""
-    return [
-        Column("method", "method", lambda row: row.shown + (" (best dense)" if row is best else ""), align="left"),
-        Column("value", "seconds", _seconds, lambda row: row.time and row.time.middle, "s"),
-        Column("spread", "least – most", _spread, yields=1),
-        Column("count", "of", lambda row: str(sum(map(len, row.seconds.values()))), yields=1),
-        Column("rate", "× best dense", _speed_up, lambda row: row.speed_up and row.speed_up.middle),
-        *(_part(what) for what in PARTS),
-        Column("interface", "left the host", _interface, lambda row: row.interface, "B", yields=2),
-        _from_ledger("on_wire", "ledger, as a ring", numbers.num_bytes, "B"),
-        _from_ledger("sent", "payload", numbers.num_bytes, "B"),
-        _from_ledger("calls", "collectives", lambda calls: f"{calls:.0f}"),
-    ]
+def speed_ups(records: pd.DataFrame) -> Figure:
+    """Draw bars, one panel per set and rate: how many times as fast as the best dense all-reduce.
+
+    Args:
+        records: as :func:`summarize` makes them.
+    """
+    parts = list(records[records["speed_up"].notna()].groupby(PLACE, sort=False))
+    most = max(len(rows) for _, rows in parts)
+    drawn, axes = plots.figure(len(parts), columns=2 if len(parts) > 3 else len(parts), height=0.7 + 0.17 * most)
+    for ax, ((name, rate), rows) in zip(axes, parts, strict=True):
+        _bars(ax, rows.sort_values("speed_up"), rate if records["set"].nunique() == 1 else f"{name}, {rate}")
+    return drawn
 
 
-LEGEND = (
-    "Horovod none, Horovod fp16, DDP powersgd (rank 1) and so on are baselines: "
-    "stock Horovod over MPI's ring, over MPI with the algorithm that Open MPI chooses "
-    "(mpi) and over gloo; PyTorch's DDP over gloo (ddp) with its own hooks, PowerSGD's in one bucket, as it aborts on "
-    "gloo with more. Methods are behind stock Horovod over MPI's ring, or where their `over` says: mpi4py is our MPI "
-    "driver on numpy arrays, with MPI's ring, and without PyTorch and Horovod. A title's end says whether the ranks "
-    "over other transports were stopped meanwhile or awake, and whether each host's ranks were pinned to its share of "
-    "the processors. Seconds: one exchange of all gradients, from the first rank's beginning to the last one's end, "
-    "nothing of it hidden behind a backward pass; "
-    "the median of so many exchanges (of). A turn's first exchange, which still has ranks waking up, counts only "
-    "where it was the only one. × best dense: the fastest `none`'s median over this one's, with the least and the "
-    "greatest of that ratio in a round; below 1 the method loses to dense. Of a rank's main thread: encode = codec "
-    "until a tensor's last collective is under way; decode = after it; wire = of the time blocked in Horovod or MPI, "
-    "what the link needs for the ledger's bytes and their headers; wait = the rest of that time: latency, Horovod's "
-    "cycles, other ranks' codecs; other = PyTorch, Python, calls of MPI, and how far ranks are apart. DDP does not "
-    "let its time be told apart. Bytes are one rank's in one exchange, on average over ranks: left the host = by the "
-    "interface's counters, with all headers and negotiation, also between exchanges; ledger = if collectives run as "
-    "rings; payload = handed to the collectives."
-)
-
-
-def heading(result: Result, set: str, rate: str) -> str:
-    """Such as ``resnet50 at 100 Mbit/s: 161 tensors, …; others stopped, ranks pinned``."""
-    about = str(next(one for one in result.bench.sets if one.label == set)).removeprefix(f"{set}: ")
-    place = "without a network" if rate == LOOPBACK else f"at {Rate.parse(rate)}"
-    return f"{set} {place}: {about}; {result.bench.conditions(rate == LOOPBACK)}"
-
-
-def table(rows: Sequence[Row], title: str = "") -> Table[Row]:
-    """The table of one set and rate, without columns that no row fills."""
-    best = best_dense(rows)
-
-    def mark(row: Row) -> str:
-        return "failed" if row.error else "best" if row is best else ""
-
-    return Table(columns(best), rows, title, mark, lambda row: 0 if row.is_baseline else 1).filled()
-
-
-def tables(result: Result) -> list[Table[Row]]:
-    """A table for each set and rate."""
-    return [table(rows, heading(result, *key)) for key, rows in result.groups().items()]
-
-
-def show(result: Result, console: Console, form: str = Format.text) -> None:
-    """Print the tables; as text, the notes, too."""
-    print_tables(tables(result), console, form)
-    for note in result.notes if form == Format.text else ():
-        console.print(escape(note), highlight=False)
-
-
-def markdown(result: Result) -> str:
-    """All tables, the legend and the notes as Markdown."""
-    parts = [f"**{each.title}**\n\n{each.markdown()}\n" for each in tables(result)]
-    return "".join([*parts, f"{LEGEND}\n\n", *(f"- {note}\n" for note in result.notes)])
+def _bars(ax: Axes, rows: pd.DataFrame, title: str) -> None:
+    colours = ["C0" if kind == "method" else "C7" for kind in rows["kind"]]
+    ax.barh(rows["contender"], rows["speed_up"], color=colours, height=0.7)
+    ax.hlines(rows["contender"], rows["speed_up_least"], rows["speed_up_most"], color="0.2", linewidth=0.8)
+    for place, value in enumerate(rows["speed_up"]):
+        ax.annotate(f" {numbers.number(value, 2)}x", (max(value, 1.0), place), va="center", fontsize=6.5)
+    ax.axvline(1, color="0.2", linewidth=0.8)
+    ax.set_xscale("log")
+    ax.set_xlim(0.7 * min(rows["speed_up"].min(), 1.0), 2.5 * rows["speed_up_most"].max())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.tick_params(axis="y", labelsize=6.5)
+    ax.set_title(title)
+    ax.grid(axis="y", visible=False)

@@ -44,8 +44,8 @@ def reproduce(
 
     found = find(paper)
     for task in found.tasks:
-        if problem := TASKS[task].missing(None):
-            raise ValueError(f"the data of {task!r} {problem}")
+        if problem := TASKS[task].missing():
+            raise ValueError(f"the data of {task!r} is missing: {problem}")
     folder = output or Path("build/reproduce") / paper
     scale = Scale(few=full is False, full=full is True)
     try:

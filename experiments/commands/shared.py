@@ -29,13 +29,6 @@ def _known_configs(*kinds: str) -> Callable[[str], list[str]]:
     return names
 
 
-def known_methods(incomplete: str) -> list[str]:
-    """Ids of methods that begin so, for completion."""
-    from hvdcompress import registry
-
-    return [id for id in registry.available() if id.startswith(incomplete)]
-
-
 def config_argument(help: str, *kinds: str) -> typer.models.ArgumentInfo:
     """An argument that names a configuration; packaged ones of these kinds complete."""
     return typer.Argument(help=help, autocompletion=_known_configs(*kinds))

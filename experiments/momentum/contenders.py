@@ -18,13 +18,16 @@ beta1 to 0, and the default is ``:plain``. Three keys belong to the optimizer, t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.momentum.remedies import REMEDIES
-from experiments.momentum.tasks import Task
 from hvdcompress.plan.reading import plan_of, settings_of
 
+if TYPE_CHECKING:
+    from experiments.momentum.tasks import Task  # imports PyTorch, which reports do without
+
 DENSE = "dense"
+STEPS = 1500  #: of a run, unless another number is asked for
 DENSITIES = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005)
 
 #: Methods by the names that contenders have in this study.

@@ -6,25 +6,17 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from experiments.momentum.contenders import METHODS
-from experiments.output.table import Column, Table
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
 
 SHAPES = {"0.weight": (2048, 784), "2.weight": (2048, 2048), "4.weight": (10, 2048)}
 WARM, STEPS = 5, 15
-
-COLUMNS: tuple[Column[dict[str, Any]], ...] = (
-    Column("method", "method", lambda row: row["method"], align="left"),
-    Column("keep", "kept, copies", lambda row: f"{row['keep'] / row['copy']:.2f}"),
-    Column("adapt", "adapted, copies", lambda row: f"{row['adapt'] / row['copy']:.2f}"),
-    Column("memory", "memory, MB", lambda row: f"{row['memory'] / 1e6:.1f}"),
-)
 
 
 class Clock(Observer):
@@ -39,7 +31,7 @@ class Clock(Observer):
             self.seconds += seconds
 
 
-def measure(methods: Sequence[str], world_size: int) -> Table[dict[str, Any]]:
+def measure(methods: Sequence[str], world_size: int) -> pd.DataFrame:
     """Return a table: seconds of handing over, in copies of the gradients, and the memory that is kept for it.
 
     Both forms of a method take turns, step by step.
@@ -70,9 +62,16 @@ def measure(methods: Sequence[str], world_size: int) -> Table[dict[str, Any]]:
                 found[how].append(clocks[how].seconds)
             found["copy"].append(_copy(size))
         times = {what: statistics.median(each[WARM:]) for what, each in found.items()}
-        arrays = {how: _state(net) for how, net in nets.items()}
-        rows.append({"method": name, **times, "memory": arrays["adapt"] - arrays["keep"]})
-    return Table(COLUMNS, rows, f"{size / 1e6:.1f} million elements, {world_size} ranks in one process, a thread each")
+        state = {how: _state(net) for how, net in nets.items()}
+        rows.append(
+            {
+                "method": name,
+                "kept, copies": times["keep"] / times["copy"],
+                "adapted, copies": times["adapt"] / times["copy"],
+                "memory, MB": (state["adapt"] - state["keep"]) / 1e6,
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 def _copy(size: int) -> float:

@@ -1,185 +1,143 @@
-"""Compare the contenders of a folder with dense training, seed by seed.
+"""Compare contenders with dense training, seed by seed.
 
 The gap is dense minus contender for accuracy and contender minus dense for bits per byte, so a positive gap is a loss.
-Its 90 % interval is that of a paired t-test over the seeds.
+Its 90 % interval is that of a paired t-test over the seeds. A gap is closed if its mean and the upper end of its
+interval are at most :data:`LIMITS`; a contender that diverged on any seed does not close it.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from experiments.momentum.contenders import DENSE
-from experiments.momentum.tasks import TASKS, Task
-from experiments.output.paired import Gap, gap_of
-from experiments.output.table import MISSING, Column, Table
-from experiments.report import numbers
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-STEPS = 1500  #: of a run, unless another number is asked for
-Record = dict[str, Any]
+from experiments.momentum.contenders import DENSE, STEPS
+from experiments.report import numbers, plots, statistics, tables
 
+__all__ = ["LIMITS", "markdown", "overview", "picture", "summary", "table"]
 
-class Limits(NamedTuple):
-    """A gap is closed if its mean and the upper bound of its interval are at most these."""
-
-    mean: float
-    upper: float
+LIMITS = {"%": (0.5, 0.8), "bits": (0.05, 0.08)}  #: mean and upper end, in points or bits per byte
+MEASURES = {"%": "held-out accuracy (%, higher is better)", "bits": "held-out bits per byte (bits, lower is better)"}
+GROUP = ["task", "steps", "ranks", "decays"]  #: columns of runs that can be compared
 
 
-ACCURACY_LIMITS = Limits(0.5, 0.8)  # percentage points
-BITS_LIMITS = Limits(0.05, 0.08)  # bits per byte
+def summary(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per group and contender.
 
+    Args:
+        frame: records of ``study.run``, or ``results.load("momentum")``.
 
-@dataclass(frozen=True)
-class Group:
-    """Results that can be compared: of one task, with one number of steps.
-
-    Attributes:
-        name: the task's name.
-        task: its settings.
-        steps: steps per run.
-        runs: records by contender and seed.
+    Returns:
+        Columns of :data:`GROUP`; ``contender``, ``unit``, ``seeds``, ``diverged``, ``score``, ``deviation``, ``gap``,
+        ``low``, ``high``, ``closed`` (None: too few seeds to say), ``ratio`` and ``seconds`` (medians).
     """
-
-    name: str
-    task: Task
-    steps: int
-    runs: dict[str, dict[int, Record]]
-
-    @property
-    def title(self) -> str:
-        """The task, the number of steps and ranks, and the unit of its scores."""
-        metric = self.task.metric
-        better = "higher" if metric.higher_is_better else "lower"
-        measured = f"{metric.name} ({metric.unit}, {better} is better)"
-        return f"{self.name}: {self.steps} steps, {self.task.ranks} ranks, {measured}"
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of a closed gap, in the unit of the scores."""
-        return ACCURACY_LIMITS if self.task.metric.higher_is_better else BITS_LIMITS
-
-    def done(self, contender: str) -> dict[int, Record]:
-        """Return the runs of a contender that did not diverge, by seed."""
-        return {seed: run for seed, run in self.runs.get(contender, {}).items() if run["status"] == "done"}
-
-    def gap(self, contender: str) -> Gap:
-        """Return the paired gap to dense training over the seeds that both have."""
-        dense, other = self.done(DENSE), self.done(contender)
-        sign = 1 if self.task.metric.higher_is_better else -1
-        return gap_of([sign * (dense[seed]["score"] - run["score"]) for seed, run in other.items() if seed in dense])
-
-    def closed(self, contender: str) -> bool | None:
-        """Return whether the gap is closed; None if too few seeds were run to say so."""
-        if len(self.done(contender)) < len(self.runs[contender]):
-            return False
-        gap = self.gap(contender)
-        return None if math.isnan(gap.high) else gap.mean <= self.limits.mean and gap.high <= self.limits.upper
+    frame = frame.drop_duplicates([*GROUP, "contender", "seed"], keep="last")
+    done = frame[frame["status"] == "done"]
+    done = done.assign(loss=done["score"].where(done["unit"] != "%", -done["score"]))
+    gaps = statistics.gaps(done, "loss", "contender", DENSE, [*GROUP, "seed"]).rename(columns={"mean": "gap"})
+    found = frame.groupby([*GROUP, "contender"], sort=False).agg(
+        unit=("unit", "first"),
+        seeds=("seed", "size"),
+        diverged=("status", lambda status: int((status == "diverged").sum())),
+        score=("score", "mean"),
+        deviation=("score", "std"),
+        ratio=("ratio", "median"),
+        seconds=("seconds", "median"),
+    )
+    found = found.reset_index().merge(gaps, how="left", on=[*GROUP, "contender"])
+    return found.assign(closed=[_closed(row) for _, row in found.iterrows()])
 
 
-def groups_of(records: Sequence[Record]) -> list[Group]:
-    """Sort records into groups whose settings are equal apart from contender and seed."""
-    found: dict[tuple[str, str, int], Group] = {}
-    for record in records:
-        key = (record["name"], json.dumps(record["task"], sort_keys=True), record["steps"])
-        group = found.setdefault(key, Group(record["name"], Task(**record["task"]), record["steps"], defaultdict(dict)))
-        group.runs[record["contender"]["name"]][record["seed"]] = record
-    return [found[key] for key in sorted(found)]
+def _closed(row: pd.Series) -> bool | None:
+    mean, upper = LIMITS[row["unit"]]
+    if row["diverged"]:
+        return False
+    return None if math.isnan(row["high"]) else bool(row["gap"] <= mean and row["high"] <= upper)
 
 
-def table_of(group: Group) -> Table[str]:
-    """Return the table of a group: a row per contender, dense first, then by gap."""
-
-    def order(name: str) -> tuple[bool, float, str]:
-        gap = group.gap(name).mean
-        return (math.isnan(gap), 0.0 if math.isnan(gap) else gap, name)
-
-    others = sorted((name for name in group.runs if name != DENSE), key=order)
-    rows = [DENSE, *others] if DENSE in group.runs else others
-    digits = 2 if group.task.metric.higher_is_better else 3
-
-    def score(name: str) -> str:
-        scores = [run["score"] for run in group.done(name).values()]
-        if not scores:
-            return MISSING
-        spread = f" ± {statistics.stdev(scores):.{digits}f}" if len(scores) > 1 else ""
-        return f"{statistics.fmean(scores):.{digits}f}{spread}"
-
-    def gap(name: str) -> str:
-        mean = group.gap(name).mean
-        return MISSING if name == DENSE or math.isnan(mean) else f"{mean:+.{digits}f}"
-
-    def interval(name: str) -> str:
-        _, low, high = group.gap(name)
-        return MISSING if name == DENSE or math.isnan(high) else f"{low:+.{digits}f} to {high:+.{digits}f}"
-
-    def closed(name: str) -> str:
-        return MISSING if name == DENSE else {True: "yes", False: "no", None: MISSING}[group.closed(name)]
-
-    def seeds(name: str) -> str:
-        diverged = len(group.runs[name]) - len(group.done(name))
-        return f"{len(group.runs[name])}" + (f" ({diverged} diverged)" if diverged else "")
-
-    def median(name: str, key: str) -> float:
-        return statistics.median(run[key] for run in group.runs[name].values())
-
-    columns: list[Column[str]] = [
-        Column("contender", "contender", lambda name: name, align="left"),
-        Column("seeds", "seeds", seeds),
-        Column("score", "score", score),
-        Column("gap", "gap", gap),
-        Column("interval", "90 % interval", interval),
-        Column("closed", "closed", closed),
-        Column("ratio", "compression ratio", lambda name: numbers.rate_of(median(name, "ratio"))),
-        Column("seconds", "seconds per run", lambda name: f"{median(name, 'seconds'):.0f}"),
-    ]
-    return Table(columns, rows, title=group.title)
+def _digits(unit: str) -> int:
+    return 2 if unit == "%" else 3
 
 
-def overview(groups: Sequence[Group]) -> Table[str]:
-    """Return a table of gaps: a row per contender that several tasks have, a column per task; ✓: the gap is closed."""
+def table(rows: pd.DataFrame) -> str:
+    """Return the Markdown table of a group: a row per contender, dense first, then by gap."""
+    digits = _digits(rows["unit"].iloc[0])
 
-    def cell(group: Group, name: str) -> str:
-        digits = 2 if group.task.metric.higher_is_better else 3
-        if name == DENSE and group.done(DENSE):
-            return f"{statistics.fmean(run['score'] for run in group.done(DENSE).values()):.{digits}f}"
-        mean, low, high = group.gap(name)
-        if math.isnan(mean):
-            return "diverged" if group.runs.get(name) and not group.done(name) else MISSING
-        text = f"{mean:+.{digits}f}"
-        if group.closed(name):
-            text += " ✓"
-        return text if math.isnan(high) else f"{text} ({low:+.{digits}f} to {high:+.{digits}f})"
+    def cells(row: pd.Series) -> dict[str, Any]:
+        gap, low, high = row["gap"], row["low"], row["high"]
+        spread = "" if math.isnan(row["deviation"]) else f" ± {row['deviation']:.{digits}f}"
+        return {
+            "contender": row["contender"],
+            "seeds": f"{row['seeds']}" + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
+            "score": None if math.isnan(row["score"]) else f"{row['score']:.{digits}f}{spread}",
+            "gap": None if math.isnan(gap) else f"{gap:+.{digits}f}",
+            "90 % interval": None if math.isnan(high) else f"{low:+.{digits}f} to {high:+.{digits}f}",
+            "closed": None if row["contender"] == DENSE else {True: "yes", False: "no", None: None}[row["closed"]],
+            "compression ratio": numbers.rate_of(row["ratio"]),
+            "seconds per run": f"{row['seconds']:.0f}",
+        }
 
-    names = dict.fromkeys(name for group in groups for name in group.runs)
-    several = [name for name in names if sum(name in group.runs for group in groups) > 1]
-    columns: list[Column[str]] = [
-        Column("contender", "contender", lambda name: name, align="left"),
-        *(Column(group.name, group.name, partial(cell, group)) for group in groups),
-    ]
-    return Table(columns, sorted(several, key=lambda name: (name != DENSE, name)), title="Gaps to dense training")
+    order = rows.assign(dense=rows["contender"] != DENSE).sort_values(["dense", "gap", "contender"])
+    return tables.markdown(pd.DataFrame([cells(row) for _, row in order.iterrows()]))
 
 
-def markdown(records: Sequence[Record]) -> str:
-    """Return all tables as GitHub Markdown, with an explanation of their columns."""
-    groups = groups_of(records)
-    parts = [f"### {group.title}\n\n{table_of(group).markdown()}" for group in groups]
-    usual = [group for group in groups if group.task == TASKS.get(group.name) and group.steps == STEPS]
-    if len(usual) > 1:
-        table = overview(usual)
-        parts.insert(0, f"### {table.title} after {STEPS} steps\n\n{table.markdown()}")
-    return "\n".join([*parts, NOTES])
+def overview(found: pd.DataFrame) -> str:
+    """Return a Markdown table of gaps: a row per contender that several tasks have, a column per task; ✓: closed."""
+
+    def cell(row: pd.Series) -> str:
+        digits = _digits(row["unit"])
+        if row["contender"] == DENSE:
+            return f"{row['score']:.{digits}f}"
+        if math.isnan(row["gap"]):
+            return "diverged" if row["diverged"] == row["seeds"] else tables.MISSING
+        interval = "" if math.isnan(row["high"]) else f" ({row['low']:+.{digits}f} to {row['high']:+.{digits}f})"
+        return f"{row['gap']:+.{digits}f}{' ✓' if row['closed'] else ''}{interval}"
+
+    found = found[(found["steps"] == STEPS) & ~found["decays"].astype(bool)]
+    found = found[found.groupby("contender")["task"].transform("size") > 1]
+    wide = found.assign(cell=[cell(row) for _, row in found.iterrows()])
+    wide = wide.pivot(index="contender", columns="task", values="cell").reset_index()
+    return tables.markdown(
+        wide.assign(dense=wide["contender"] != DENSE).sort_values("dense", kind="stable").drop(columns="dense")
+    )
 
 
-NOTES = f"""\
-Score: mean of the last five evaluations, then mean ± standard deviation over the seeds. Gap: the loss compared with
-dense training on the same seeds (positive is worse), with the 90 % interval of a paired t-test. Closed: mean gap ≤
-{ACCURACY_LIMITS.mean} points and upper bound ≤ {ACCURACY_LIMITS.upper} points; for text {BITS_LIMITS.mean} and \
-{BITS_LIMITS.upper} bits. A contender that diverged on any seed is not closed.
-"""
+def markdown(frame: pd.DataFrame) -> str:
+    """Return all tables as Markdown."""
+    found = summary(frame)
+    parts = []
+    if len(found.loc[found["steps"] == STEPS, "task"].unique()) > 1:
+        parts.append(f"### Gaps to dense training after {STEPS} steps\n\n{overview(found)}\n")
+    for (name, steps, ranks, decays), rows in found.groupby(GROUP):
+        rate = ", with a rate that falls to 0" if decays else ""
+        title = f"{name}: {steps} steps, {ranks} ranks{rate}, {MEASURES[rows['unit'].iloc[0]]}"
+        parts.append(f"### {title}\n\n{table(rows)}\n")
+    return "\n".join(parts)
+
+
+def picture(frame: pd.DataFrame, method: str = "topk") -> Figure:
+    """Draw held-out scores over the steps: dense, and a method with momentum kept, adapted and cancelled.
+
+    Args:
+        frame: see :func:`summary`.
+        method: the contender.
+    """
+    names = {DENSE: DENSE, f"{method}:plain": "momentum kept", method: "adapted", f"{method}:cancelled": "cancelled"}
+    chosen = (frame["steps"] == STEPS) & ~frame["decays"].astype(bool) & (frame["status"] == "done")
+    runs = frame[chosen & frame["contender"].isin(list(names))].explode("evaluations")
+    points = runs.assign(step=runs["evaluations"].str[0], value=runs["evaluations"].str[1].astype(float))
+    points["line"] = pd.Categorical(points["contender"].map(names), list(names.values()))
+
+    def decorate(axes: Axes, rows: pd.DataFrame) -> None:
+        late = rows[rows["step"] > rows["step"].max() / 5]["value"]  # the first steps would hide later differences
+        margin = 0.15 * np.ptp(late) or 1.0
+        axes.set(ylim=(late.min() - margin, late.max() + margin))
+        axes.set_ylabel("accuracy, %" if rows["unit"].iloc[0] == "%" else "bits per byte")
+
+    return plots.lines(
+        points.sort_values(["task", "line"]), "step", "value", by="line", panel="task", decorate=decorate
+    )

@@ -1,11 +1,12 @@
-"""Train contenders on tasks, each run in one process, and keep each result in a file.
+"""Train contenders on tasks, each run in one process. Each result is a line of a file: the same command goes on.
 
 Contenders of a seed are paired: they start from the same weights, and their ranks draw the same batches in the same
-order. A result is kept by all settings of its run, so the same command goes on where it was interrupted.
+order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
@@ -15,25 +16,25 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 from experiments.momentum import tasks
-from experiments.momentum.contenders import Contender, parse
-from experiments.momentum.report import STEPS
+from experiments.momentum.contenders import STEPS, Contender, parse
 from experiments.momentum.tasks import TASKS, Task
-from experiments.reproduce import cache, run
-from experiments.reproduce.claims import Unit
+from experiments.report import jsonl
 from experiments.training.loop import Diverged
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
 
+__all__ = ["OPTIMIZER_MOMENTUM", "run", "train", "units_of"]
+
 EVERY = 50  #: steps between evaluations, of which every second is left out before those that are scored
 SCORED = 5  #: the score is the mean of so many last evaluations
-FAILED = "failed"
 OPTIMIZER_MOMENTUM = {"plain": "keep", "cancelled": "cancel"}  #: the plan's ``optimizer_momentum`` by form
+Unit = tuple[str, Task, Contender, int, int]  # the task's name and settings, contender, seed, steps
 
 
 def units_of(
@@ -52,85 +53,65 @@ def units_of(
     if unknown := [name for name in names if name not in TASKS]:
         raise ValueError(f"unknown task {unknown[0]!r}; available: {', '.join(TASKS)}")
     chosen = {
-        name: replace(task, ranks=ranks or task.ranks, decays=decay or task.decays)
-        for name, task in ((name, TASKS[name]) for name in names)
+        name: replace(TASKS[name], ranks=ranks or TASKS[name].ranks, decays=decay or TASKS[name].decays)
+        for name in names
     }
     return [
-        Unit(
-            f"{name} {contender} seed {seed}",
-            measure,
-            {
-                "name": name,
-                "task": asdict(task),
-                "contender": asdict(parse(contender, task)),
-                "seed": seed,
-                "steps": steps,
-            },
-        )
+        (name, task, parse(contender, task), seed, steps)
         for seed in seeds
         for name, task in chosen.items()
         for contender in contenders
     ]
 
 
-def run_all(units: Sequence[Unit], folder: Path, jobs: int, console: Console) -> list[str]:
-    """Train what has no result yet.
+def run(units: Sequence[Unit], folder: Path, jobs: int = 1) -> list[str]:
+    """Train what has no result yet, and append each result to ``results.jsonl`` in the folder.
+
+    Args:
+        units: what :func:`units_of` returned.
+        folder: made if it does not exist.
+        jobs: runs side by side, a core each.
 
     Returns:
-        The units that failed with an exception, each with its message. Their results are not kept.
-
-    Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C. Finished runs are kept.
+        The units that failed with an exception, each with its message. They have no result.
     """
-    _drop_failed(units, folder)  # of an earlier command that was interrupted
-    run.measure(units, folder, jobs, console)
-    return _drop_failed(units, folder)
-
-
-def _drop_failed(units: Sequence[Unit], folder: Path) -> list[str]:
-    """Delete the results of units that failed, so that the next command repeats them. Return names and messages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "results.jsonl"
+    known = {record["key"] for record in jsonl.read(file)}
+    left = [unit for unit in units if _key(unit) not in known]
+    if len(left) < len(units):
+        print(f"{len(units) - len(left)} of {len(units)} results are kept from an earlier run", flush=True)
     failed = []
-    for unit in units:
-        found = cache.load(folder, unit)
-        if found is not None and found["status"] == FAILED:
-            cache.file_of(folder, unit).unlink()
-            failed.append(f"{unit.name}: {found['error']}")
+    parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")
+    for number, record in enumerate(parallel(joblib.delayed(_record)(unit) for unit in left), 1):
+        words = f"{record['task']} {record['contender']} seed {record['seed']}"
+        if "error" in record:
+            failed.append(f"{words}: {record['error']}")
+        else:
+            jsonl.append(file, record)
+        print(f"[{number}/{len(left)}] {words}: {record.get('error') or record['score']}", flush=True)
     return failed
 
 
-def kept(place: Path) -> list[dict[str, Any]]:
-    """Return what is kept of each run: of a folder, or of a file that :func:`save` has written."""
-    if place.is_file():
-        return json.loads(place.read_text(encoding="utf-8"))
-    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(place.glob("*.json"))]
+def _key(unit: Unit) -> str:
+    """Return a hash of all settings of a run."""
+    name, task, contender, seed, steps = unit
+    text = json.dumps([name, asdict(task), asdict(contender), seed, steps], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def records(place: Path) -> list[dict[str, Any]]:
-    """Return all results of a folder or file, with the settings of their runs; without runs that failed."""
-    return [
-        {**record["key"]["settings"], **record["found"], "seconds": record["seconds"]}
-        for record in kept(place)
-        if record["found"]["status"] != FAILED
-    ]
-
-
-def save(place: Path, file: Path) -> None:
-    """Write what is kept of all runs into one file, a line each, without their training losses."""
-    lines = []
-    for record in kept(place):
-        found = {key: value for key, value in record["found"].items() if key != "losses"}
-        lines.append(json.dumps({**record, "found": found}))
-    file.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-
-
-def measure(name: str, task: dict[str, Any], contender: dict[str, Any], seed: int, steps: int) -> dict[str, Any]:
-    """Train once; all settings are plain data. An exception becomes part of the result, so that other runs go on."""
-    del name
+def _record(unit: Unit) -> dict[str, Any]:
+    """Train once. An exception becomes part of the record, so that other runs go on."""
+    name, task, contender, seed, steps = unit
+    about = {"key": _key(unit), "task": name, "ranks": task.ranks, "decays": task.decays, "steps": steps}
+    about |= {"unit": task.metric.unit, "contender": contender.name, "form": contender.form, "seed": seed}
     torch.set_num_threads(1)
+    began = time.perf_counter()
     try:
-        return train(Task(**task), Contender(**contender), seed, steps)
+        found = train(task, contender, seed, steps)
     except Exception as error:
-        return {"status": FAILED, "error": f"{type(error).__name__}: {error}"}
+        return {**about, "error": f"{type(error).__name__}: {error}"}
+    return {**about, **found, "seconds": round(time.perf_counter() - began, 1)}
 
 
 def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, Any]:
@@ -138,9 +119,8 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
 
     Returns:
         status: "done", or "diverged" if the loss or the score is NaN or Inf.
-        score: the mean of the last five evaluations; NaN if the run diverged.
+        score: the mean of the last five evaluations; None if the run diverged.
         evaluations: [step, value] each.
-        losses: the ranks' mean loss over every 50 steps.
         ratio: dense bytes / bytes sent by the last rank.
         density: share of kept elements, or None.
         milliseconds: median time per step, without evaluations.
@@ -151,7 +131,6 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
     optimizer = task.make_optimizer(net.parameters(), task.rate * contender.lr, contender.momentum_on(task))
     exchange = exchange_of(task, contender, seed)
     shares = [data.batches(rank, task.ranks, seed, task.batch) for rank in range(task.ranks)]
-    losses: list[float] = []
     seconds: list[float] = []
     evaluations: list[tuple[int, float]] = []
     try:
@@ -159,19 +138,18 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
             began = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = task.rate_at(step - 1, steps) * contender.lr
-            losses.append(_step(net, [next(share) for share in shares], task, exchange, optimizer))
+            loss = _step(net, [next(share) for share in shares], task, exchange, optimizer)
             seconds.append(time.perf_counter() - began)
             if step % (EVERY if step > steps - SCORED * EVERY else 2 * EVERY) == 0 or step == steps:
                 evaluations.append((step, _finite(tasks.evaluate(net, data, task.metric), "score", step)))
-            _finite(losses[-1], "loss", step)
+            _finite(loss, "loss", step)
         status, score = "done", statistics.fmean(value for _, value in evaluations[-SCORED:])
     except Diverged:
-        status, score = "diverged", math.nan
+        status, score = "diverged", None
     return {
         "status": status,
         "score": score,
         "evaluations": evaluations,
-        "losses": [statistics.fmean(losses[start : start + EVERY]) for start in range(0, len(losses), EVERY)],
         "ratio": exchange.ledger.compression_ratio(task.ranks - 1),
         "density": contender.density,
         "milliseconds": 1000 * statistics.median(seconds),

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.training import tasks as training
-from experiments.training.models_torch import build
+from experiments.training.models_torch import ByteLSTM, ByteTransformer, build
 from experiments.training.tasks import Bytes, Images, Metric
-from experiments.training.torch_text import ByteLSTM, ByteTransformer
 
 CHUNK = 500  #: held-out images per forward pass
 

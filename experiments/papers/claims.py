@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from experiments.papers.units import Unit
 from experiments.report.numbers import number
 from experiments.report.tables import MISSING
 from hvdcompress.registry import suggest
@@ -94,70 +95,23 @@ def _by_first(met: Sequence[tuple[str, str]], cells: Sequence[tuple[str, str]]) 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a claim's test found.
-
-    Attributes:
-        outcome: how the claim came out.
-        number: a sentence with the number that decides it and its spread over seeds.
-        tables: all figures, by title.
-        figure: a picture, if it says more than the number.
-        caption: what the picture shows.
-        notes: sentences that a reader should know.
-    """
+    """What a claim's test found."""
 
     outcome: Outcome
-    number: str
-    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
-    figure: Figure | None = None
-    caption: str = ""
-    notes: str = ""
+    number: str  #: a sentence with the number that decides it and its spread over seeds
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  #: all figures, by title
+    figure: Figure | None = None  #: if it says more than the number
+    caption: str = ""  #: what the figure shows
+    notes: str = ""  #: sentences that a reader should know
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """How much is measured."""
 
-    Args:
-        few: only so many settings that a paper takes ten minutes at most.
-        full: long trainings (hours) instead of the short ones (minutes) that the pages have.
-        seeds: of each measurement.
-    """
-
-    few: bool = False
-    full: bool = False
-    seeds: tuple[int, ...] = (0, 1, 2)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One call of a measure.
-
-    Args:
-        measure: a function at the top of a module, so that another process can import it.
-        settings: its keywords, plain data.
-        labels: columns that tell its records from those of other units, such as the net and the seed.
-        seconds: roughly how long it takes on one core. Only the ratios between units count, for the time left.
-        alone: it measures time, so nothing else may run meanwhile.
-    """
-
-    measure: Callable[..., Any]
-    settings: Record
-    labels: Record
-    seconds: float = 1.0
-    alone: bool = False
-
-    @property
-    def name(self) -> str:
-        """The measure and the labels, in words."""
-        labels = (value if name == "net" else f"{name} {value}" for name, value in self.labels.items() if value != "")
-        return " ".join([self.measure.__name__, *map(str, labels)])
-
-    def with_momentum(self, momentum: str) -> Unit:
-        """Return the training with the optimizer's momentum kept or adapted. Dense training has only one."""
-        if self.settings["method"]["method"] == "none":
-            return self
-        labels = {**self.labels, "momentum": momentum}
-        return replace(self, settings={**self.settings, "momentum": momentum}, labels=labels)
+    few: bool = False  #: only so many settings that a paper takes ten minutes at most
+    full: bool = False  #: long trainings (hours) instead of the short ones (minutes) that the pages have
+    seeds: tuple[int, ...] = (0, 1, 2)  #: of each measurement
 
 
 Units = Callable[[Scale], list[Unit]]
@@ -182,7 +136,7 @@ class Claim:
         groups = [list(units(scale)) for units in self.units]
         if not self.trains:
             return {"": groups}
-        return {how: [[unit.with_momentum(how) for unit in group] for group in groups] for how in ("keep", "adapt")}
+        return {how: [[_with_momentum(unit, how) for unit in group] for group in groups] for how in ("keep", "adapt")}
 
     def record(self, verdict: Verdict, **more: Any) -> Record:
         """Return all that a page says about the claim, as plain data."""
@@ -190,6 +144,14 @@ class Claim:
         found = {name: getattr(verdict, name) for name in ("number", "caption", "notes")}
         tables = {title: json.loads(frame.to_json(orient="records")) for title, frame in verdict.tables.items()}
         return {"claim": self.id, **more, **text, **vars(verdict.outcome), **found, "tables": tables}
+
+
+def _with_momentum(unit: Unit, momentum: str) -> Unit:
+    """Return the training with the optimizer's momentum kept or adapted. Dense training has only one."""
+    if unit.settings["method"]["method"] == "none":
+        return unit
+    settings = {**unit.settings, "momentum": momentum}
+    return replace(unit, settings=settings, labels={**unit.labels, "momentum": momentum})
 
 
 @dataclass(frozen=True)
@@ -262,22 +224,16 @@ def over_seeds(frame: pd.DataFrame, by: Sequence[str], values: Sequence[str]) ->
         by: the columns that make a row.
         values: the columns to summarise. Each gives three: ``x``, ``x least``, ``x largest``.
     """
-    lines = []
-    for keys, group in frame.groupby(list(by), sort=False, dropna=False):
-        line = dict(zip(by, keys, strict=True))
-        for value in values:
-            seeds = per_seed(group, value)
-            lost = any(map(math.isnan, seeds))
-            line[value] = math.nan if lost else statistics.median(seeds)
-            line[f"{value} least"] = math.nan if lost else min(seeds)
-            line[f"{value} largest"] = math.nan if lost else max(seeds)
-        lines.append(line)
-    return pd.DataFrame(lines)
+    seeds = frame.groupby([*by, "seed"], sort=False, dropna=False)[list(values)].median(skipna=False)
+    rows = seeds.groupby(list(by), sort=False, dropna=False)
+    ends = {"": rows.median(skipna=False), " least": rows.min(skipna=False), " largest": rows.max(skipna=False)}
+    found = pd.concat([each.add_suffix(end) for end, each in ends.items()], axis=1)
+    return found[[f"{value}{end}" for value in values for end in ends]].reset_index()
 
 
 def per_seed(frame: pd.DataFrame, value: str) -> list[float]:
     """Return the median over steps for each seed; NaN if one step's is."""
-    return [float(group.median(skipna=False)) for _, group in frame.groupby("seed", sort=False)[value]]
+    return list(frame.groupby("seed", sort=False)[value].median(skipna=False))
 
 
 def spread(values: Sequence[float], show: Callable[[float], str] = number) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import jinja2
 
-__all__ = ["brief", "overview", "page"]
+from experiments.report import results
+
+__all__ = ["brief", "overview", "page", "variables"]
 
 
 def page(found: Mapping[str, Any], data: str = "") -> str:
@@ -22,12 +25,24 @@ def page(found: Mapping[str, Any], data: str = "") -> str:
     claims: dict[str, list[Any]] = {}
     for record in found["records"]:
         claims.setdefault(record["claim"], []).append(record)
-    return _template("page.md.j2").render(found, claims=claims, data=data or f"papers-{found['paper']}.json")
+    first = found["records"][0]
+    return _template("page.md.j2").render(
+        found, claims=claims, first=first, data=data or f"papers-{found['paper']}.json"
+    )
 
 
 def overview(papers: Iterable[Mapping[str, Any]]) -> str:
     """Return the page with the claims and verdicts of all papers, each given as :func:`page` takes it."""
     return _template("overview.md.j2").render(papers=list(papers))
+
+
+def variables(name: str) -> dict[str, str]:
+    """Return the only variable of a template of ``docs/templates/papers``: the whole page, of published results."""
+    id = Path(name).name
+    if id == "README":
+        return {"page": overview(json.loads(file.read_text()) for file in sorted(results.FOLDER.glob("papers-*.json")))}
+    file = results.FOLDER / f"papers-{id}.json"
+    return {"page": page(json.loads(file.read_text(encoding="utf-8")), f"../../experiments/results/{file.name}")}
 
 
 def brief(record: Mapping[str, Any]) -> str:

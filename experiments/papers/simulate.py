@@ -7,11 +7,9 @@ gradient and, in a :class:`~hvdcompress.loopback.Loopback`, its residual. The ar
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,26 +26,14 @@ Tensors = dict[str, np.ndarray[Any, Any]]
 Settings = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Moment:
-    """One step after the exchange, before the update.
+class Moment(NamedTuple):
+    """One step after the exchange, before the update."""
 
-    Attributes:
-        step: from 0.
-        phase: "early", "middle" or "late": the thirds of the training.
-        rate: the learning rate.
-        gradients: each rank's, by the tensors' names.
-        residuals: each rank's before the exchange; zeros where none is kept.
-        reduced: the exchange's result.
-        net: the ranks.
-    """
-
-    step: int
-    phase: str
-    rate: float
-    gradients: list[Tensors]
-    residuals: list[Tensors]
-    reduced: Tensors
+    step: int  #: from 0
+    phase: str  #: "early", "middle" or "late": the thirds of the training
+    gradients: list[Tensors]  #: each rank's, by the tensors' names
+    residuals: list[Tensors]  #: each rank's before the exchange; zeros where none is kept
+    reduced: Tensors  #: the exchange's result
     net: Loopback
 
     def accumulated(self, rank: int) -> Tensors:
@@ -55,23 +41,14 @@ class Moment:
         return {name: gradient + self.residuals[rank][name] for name, gradient in self.gradients[rank].items()}
 
 
-@dataclass(frozen=True)
-class Trained:
-    """How a training went.
+class Trained(NamedTuple):
+    """How a training went."""
 
-    Attributes:
-        losses: of each step, the ranks' mean.
-        value: the held-out measure; NaN if the training was ended early.
-        ratio: compression ratio by the bytes that a rank hands to collectives.
-        wire: compression ratio by the bytes that a rank transmits, if collectives are rings; NaN for one rank.
-        rows: what ``look`` returned.
-    """
-
-    losses: list[float]
-    value: float
-    ratio: float
-    wire: float
-    rows: list[Any]
+    losses: list[float]  #: of each step, the ranks' mean
+    value: float  #: the held-out measure; NaN if the training was ended early
+    ratio: float  #: compression ratio by the bytes that a rank hands to collectives
+    wire: float  #: by the bytes that it transmits, if collectives are rings; NaN for one rank
+    rows: list[Any]  #: what ``look`` returned
 
 
 def spread_out(steps: int, count: int) -> set[int]:
@@ -141,30 +118,24 @@ def train(
             raise loop.Diverged(f"the loss is {losses[-1]} at step {step + 1}")
         before = _residuals(net, gradients) if step in at else []
         reduced = net.allreduce_many(gradients)[0]
-        rate = loop.learning_rate(given, step)
         if step in at and look is not None:
-            rows.append(look(Moment(step, phases.phase_of(step, given.steps), rate, gradients, before, reduced, net)))
+            rows.append(look(Moment(step, phases.phase_of(step, given.steps), gradients, before, reduced, net)))
         for name, parameter in parameters.items():
             parameter.grad = torch.from_numpy(reduced[name])
-        sgd.param_groups[0]["lr"] = rate
+        sgd.param_groups[0]["lr"] = rate = loop.learning_rate(given, step)
         sgd.step()
         net.observe(learning_rate=rate, loss=losses[-1])
     value = math.nan if until else _held_out(model, given.task, data)
     return Trained(losses, value, net.ledger.compression_ratio(ranks - 1), wire_ratio(net), rows)
 
 
-def accuracy(task: Settings, method: Settings, ranks: int, seed: int, momentum: str = "keep") -> dict[str, Any]:
-    """Train, and return value, ratio, wire, the loss of the last twentieth of the steps, and at most 50 mean losses.
-
-    All are NaN if the training diverged.
-    """
+def accuracy(task: Settings, method: Settings, ranks: int, seed: int, momentum: str = "keep") -> dict[str, float]:
+    """Train, and return ``value``, ``ratio`` and ``wire`` of :class:`Trained`; NaN if the training diverged."""
     try:
         trained = train(task, method, ranks, seed, momentum=momentum)
     except loop.Diverged:
-        return {**dict.fromkeys(("value", "ratio", "wire", "loss"), math.nan), "losses": []}
-    losses = [float(np.mean(part)) for part in np.array_split(trained.losses, min(50, len(trained.losses)))]
-    last = statistics.fmean(trained.losses[-max(1, len(trained.losses) // 20) :])
-    return {"value": trained.value, "ratio": trained.ratio, "wire": trained.wire, "loss": last, "losses": losses}
+        return dict.fromkeys(("value", "ratio", "wire"), math.nan)
+    return {"value": trained.value, "ratio": trained.ratio, "wire": trained.wire}
 
 
 def wire_ratio(net: Loopback) -> float:

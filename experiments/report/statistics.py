@@ -27,7 +27,7 @@ def interval(values: Any) -> Interval:
     values = np.asarray(values, float)
     if len(values) < 2:
         return Interval(float(values.mean()) if len(values) else math.nan, math.nan, math.nan)
-    if np.ptp(values) == 0:
+    if np.ptp(values) <= 1e-12 * np.abs(values).max():  # equal but for rounding
         return Interval(float(values[0]), float(values[0]), float(values[0]))
     ends = scipy.stats.ttest_1samp(values, 0.0).confidence_interval(CONFIDENCE)
     return Interval(float(values.mean()), float(ends.low), float(ends.high))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,10 @@ from scipy.optimize import nnls
 
 from experiments.scale import cost, imagined
 from experiments.scale.cost import Codec, Constants, Driver, Errors, Point
-from experiments.scale.points import points_of
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Program
 
-__all__ = ["SIZES", "Model", "fit_codec", "held_out", "model_from", "name_of", "time_codec"]
+__all__ = ["SIZES", "Model", "fit_codec", "name_of", "time_codec"]
 
 SIZES = (  # tensors that codecs are timed on, of three sizes: the first that a method suits
     ((4096,), (64, 64), (16, 16, 3, 3)),
@@ -137,73 +134,3 @@ def _entries(value: Any) -> str:
     if isinstance(value, list):
         return "[\n" + ",\n".join(f"  {text(part)}" for part in value) + "\n ]"
     return text(value)
-
-
-def model_from(paths: Iterable[Path], known: Mapping[str, Codec] | None = None, driver: Driver = "horovod") -> Model:
-    """Fit the constants to measured exchanges, and try them on exchanges that were left out.
-
-    Args:
-        paths: folders and files, as :func:`points_of` reads them.
-        known: codecs that need not be timed.
-        driver: whose exchanges.
-
-    Raises:
-        ValueError: there are too few.
-        FileNotFoundError: a path does not exist.
-    """
-    model = Model(Constants(), dict(known or {}), made=time.strftime("%Y-%m-%d"), driver=driver)
-    for path in paths:
-        points, source = points_of(path, model.codec, driver)
-        # where ranks outnumber processors, a bare collective's time is the scheduler's
-        points = [point for point in points if point.work.calls or point.shared <= 1]
-        model.points += points
-        model.sources.append({**source, "points": len(points)})
-    model.constants = cost.fit(model.points)
-    model.held_out = held_out(model.points)
-    return model
-
-
-def held_out(points: Sequence[Point]) -> dict[str, Errors]:
-    """Errors of predictions by fits that had not seen the exchange, by what was held out.
-
-    Every fourth exchange in turn; each method in turn; each set in turn; all exchanges among the most hosts, predicted
-    from those among fewer. A split is left out where too little is left to fit to. Collectives of MPI alone are used in
-    the fits but not predicted. Exchanges that were measured twice are held out together.
-    """
-    exchanges = [point for point in points if point.work.calls]
-    keys = sorted({_what(point) for point in exchanges})
-    fold = {key: number % FOLDS for number, key in enumerate(keys)}
-    splits: dict[str, Callable[[Point], Any]] = {
-        "a quarter, in turn": lambda point: fold[_what(point)],
-        "a method, in turn": lambda point: point.label,
-        "a set, in turn": lambda point: point.set,
-    }
-    result = {}
-    for name, part in splits.items():
-        with contextlib.suppress(ValueError):  # too few
-            result[name] = _in_turn(points, exchanges, part)
-    most = max((point.work.world_size for point in exchanges), default=0)
-    held = [point for point in exchanges if point.work.world_size == most]
-    with contextlib.suppress(ValueError):
-        result[f"{most} hosts, from fewer"] = cost.errors(
-            cost.fit([p for p in points if p.work.world_size < most]), held
-        )
-    return result
-
-
-def _what(point: Point) -> tuple[Any, ...]:
-    return point.set, point.label, point.work.world_size, point.rate
-
-
-def _in_turn(points: Sequence[Point], exchanges: Sequence[Point], part: Callable[[Point], Any]) -> Errors:
-    """Each part of the exchanges, predicted from all others."""
-    found = []
-    parts = dict.fromkeys(map(part, exchanges))
-    if len(parts) < 2:
-        raise ValueError("one part: nothing would be left")
-    for one in parts:
-        held = [point for point in exchanges if part(point) == one]
-        constants = cost.fit([point for point in points if not point.work.calls or part(point) != one])
-        found += [cost.errors(constants, [point]) for point in held]
-    worst = max(found, key=lambda each: each.worst)
-    return Errors(statistics.median(each.median for each in found), worst.worst, worst.which, len(found))

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from experiments.momentum import tasks
 from experiments.to_accuracy.contenders import parse
 from experiments.to_accuracy.races import RACES, Race
+from experiments.to_accuracy.run import TIMEOUT
 from experiments.to_accuracy.trainer import TRAINERS, Trainer
 from experiments.training.tasks import Batch
 
 WARM_UP = 3  #: steps before a clock starts; DDP's PowerSGD hook is dense in the first two of them
-TIMEOUT = 1800.0  #: seconds of one launch
 
 
 class Ddp:

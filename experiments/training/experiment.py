@@ -39,10 +39,6 @@ class Task(BaseModel):
     """What ``clip_norm`` bounds. "after": the averaged gradient, once exchanged. "before": each rank's own, before it
     meets its residual; this takes a second backward pass."""
     log_every: int = Field(10, ge=1)
-    path: str | None = None
-    """The folder of the data, for tasks that read files; some have a place where they look by themselves."""
-    image_size: int = Field(32, ge=8, le=512)
-    """Pictures are scaled to this many pixels a side (task "images")."""
 
 
 class Training(BaseModel):
@@ -92,9 +88,9 @@ class Run:
 
 
 class Experiment(ConfigFile):
-    """A checked experiment.
+    """A checked experiment, from a YAML file such as those in ``configs/experiments/``.
 
-    An experiment's YAML file (see ``configs/experiments/``)::
+    ::
 
         name: quickstart            # results go to runs/quickstart/
         ranks: 2

@@ -1,62 +1,40 @@
-"""The training loop of every framework: events, measurements, and the way from a run's seed to its result.
-
-``train_torch`` and ``train_tensorflow`` make a :class:`Trainer` for each run; :func:`main` does the rest.
-"""
+"""The training loop of every framework and driver: from a run's seed to the events of its result."""
 
 from __future__ import annotations
 
-import argparse
-import gc
 import hashlib
-import json
 import math
-import os
-import platform
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-import hvdcompress
-from experiments.output import jsonl
-from experiments.training.experiment import Experiment, Run, Task
+from experiments.report import jsonl
+from experiments.training.experiment import Run, Task
 from experiments.training.tasks import TASKS, Batch, Bytes, Images
 
+__all__ = ["Diverged", "Ranks", "Trainer", "learning_rate", "train"]
+
 UNTIMED_STEPS = 10  # the first steps compile kernels and fill Horovod's caches: not part of the step time
-ENDED = ("finished", "failed")
+EVALUATIONS = 8  # of the held-out set, evenly over the steps
+COMPUTED = 3  # forward and backward passes without an exchange that are timed at each evaluation
 
 
 class Diverged(Exception):
     """The loss is not finite any more; raised by every rank in the same step."""
 
 
-class Events:
-    """Appends events to a run's file of JSON lines."""
+class Ranks(Protocol):
+    """What Horovod's modules have, and ``torch_trainer.DdpRanks``."""
 
-    def __init__(self, file: Path, active: bool = True):
-        self.file, self.active = file, active
-
-    def write(self, event: str, **values: Any) -> None:
-        """Append one event; on ranks other than 0 nothing, unless it is a failure."""
-        if self.active or event == "failed":
-            jsonl.append(self.file, {"event": event, **values})
-
-    def ended(self) -> bool:
-        """Whether the run has a result, good or bad."""
-        return any(event.get("event") in ENDED for event in jsonl.read(self.file))
-
-
-@dataclass
-class Clock:
-    """Seconds of training steps: in total, at work in codecs, and waiting for other ranks (NaN: unknown)."""
-
-    total: float = 0.0
-    select: float = 0.0
-    communicate: float = 0.0
+    def init(self) -> None: ...  # noqa: D102
+    def shutdown(self) -> None: ...  # noqa: D102
+    def rank(self) -> int: ...  # noqa: D102
+    def size(self) -> int: ...  # noqa: D102
+    def allgather_object(self, value: Any, name: str) -> list[Any]: ...  # noqa: D102
+    def broadcast_object(self, value: Any, root_rank: int) -> Any: ...  # noqa: D102
 
 
 class Trainer(Protocol):
@@ -65,152 +43,107 @@ class Trainer(Protocol):
     compressor: Any  #: the Compressor; it knows its tensors by now
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """All parameters by name, as they are now."""
+        """Return all parameters by name, as they are now."""
 
-    def step(self, batch: Batch, rate: float, clock: Clock) -> float:
-        """Forward, backward, exchange, update with this learning rate; returns this rank's loss."""
+    def step(self, batch: Batch, rate: float) -> float:
+        """Forward, backward, exchange, update with this learning rate; return this rank's loss."""
+
+    def compute(self, batch: Batch) -> None:
+        """Forward and backward without an exchange or an update, to be timed."""
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Sums over a batch: negative log-likelihood, and how many are right."""
+        """Return sums over a batch: negative log-likelihood, and how many are right."""
 
 
 def learning_rate(task: Task, step: int) -> float:
-    """Linear warm-up, then a cosine from the peak to zero."""
+    """Return the rate of a step: linear warm-up, then a cosine from the peak to zero."""
     warm = min(1.0, (step + 1) / max(1, task.warmup_steps))
     return task.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / task.steps))
 
 
-def fingerprint(parameters: dict[str, np.ndarray]) -> str:
-    """A hash of every bit of the parameters."""
+def train(ranks: Ranks, run: Run, data: Images | Bytes, trainer: Trainer, file: Path, **notes: Any) -> None:
+    """Train one run, and write its events on rank 0: start, step …, finished.
+
+    Args:
+        ranks: all ranks of the launch.
+        run: what is trained.
+        data: of its task.
+        trainer: at its initial parameters.
+        file: of the events, JSON lines.
+        notes: further facts of the ``start`` event.
+
+    Raises:
+        Diverged: the loss is not finite.
+        RuntimeError: the ranks' parameters differ in the end.
+    """
+    task, compressor, ledger = run.task, trainer.compressor, trainer.compressor.ledger
+    sizes = [parameter.size for parameter in trainer.parameters().values()]
+
+    def say(event: str, **values: Any) -> None:
+        if ranks.rank() == 0:
+            jsonl.append(file, {"event": event, **values})
+
+    def score() -> float:
+        mine = np.zeros(3)
+        for batch in data.held_out(ranks.rank(), ranks.size()):
+            mine += [*trainer.evaluate(batch), batch[1].size]
+        return TASKS[task.task].metric.value(*_sums(ranks, mine.tolist(), "score"))
+
+    print(f"[{run.id}] {compressor.describe()}", flush=True)
+    say("start", spec=run.spec(), parameters=sum(sizes), describe=compressor.describe(), **notes)
+    batches = data.batches(ranks.rank(), ranks.size(), run.seed, task.batch_size)
+    untimed = min(UNTIMED_STEPS, task.steps // 2)
+    losses, computing, seconds, codec = [], [], 0.0, 0.0
+    for step in range(task.steps):
+        rate, batch = learning_rate(task, step), next(batches)
+        if step == untimed:
+            seconds, codec = 0.0, ledger.seconds()["codec"]
+        began = time.perf_counter()
+        losses.append(trainer.step(batch, rate))
+        seconds += time.perf_counter() - began
+        compressor.observe(learning_rate=rate)
+        last = step + 1 == task.steps
+        if (step + 1) % task.log_every == 0 or last:
+            mean = _sums(ranks, [sum(losses) / len(losses)], "average")[0] / ranks.size()
+            if not math.isfinite(mean):
+                raise Diverged(f"the loss is {mean} at step {step + 1}: try a lower learning_rate")
+            losses = []
+            compressor.observe(loss=mean)
+            scored = last or (step + 1) % (math.ceil(task.steps / EVALUATIONS / task.log_every) * task.log_every) == 0
+            say("step", step=step + 1, loss=mean, **({"score": score()} if scored else {}))
+            if scored:
+                computing += [_seconds_of(trainer.compute, batch) for _ in range(COMPUTED)]
+    mine = {
+        "step_s": seconds / (task.steps - untimed),
+        "codec_s": (ledger.seconds()["codec"] - codec) / (task.steps - untimed),
+        "computing_s": float(np.median(computing)),
+        "sent_bytes": ledger.bytes_sent() / task.steps,
+        "wire_bytes": ledger.bytes_on_wire() / task.steps,
+        "dense_bytes": ledger.dense_bytes() / task.steps,
+    }
+    every = ranks.allgather_object((mine, _fingerprint(trainer.parameters())), name="totals")
+    if len({hash for _, hash in every}) > 1:
+        raise RuntimeError(f"after training, the ranks' parameters differ: {[hash for _, hash in every]}")
+    # means over ranks; but the others wait for the rank that transmits the most
+    figures = {key: (max if key == "wire_bytes" else np.mean)([one[key] for one, _ in every]) for key in mine}
+    say("finished", score=score(), parameters_sha256=every[0][1], counters=ledger.counters(), **figures)
+
+
+def _seconds_of(work: Callable[[Batch], None], batch: Batch) -> float:
+    began = time.perf_counter()
+    work(batch)
+    return time.perf_counter() - began
+
+
+def _sums(ranks: Ranks, mine: Sequence[float], name: str) -> list[float]:
+    """Return the sums over ranks of a few numbers; equal on all ranks."""
+    return np.sum(ranks.allgather_object(list(map(float, mine)), name=name), axis=0).tolist()
+
+
+def _fingerprint(parameters: dict[str, np.ndarray]) -> str:
+    """Return a hash of every bit of the parameters."""
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(parameter).tobytes())
     return digest.hexdigest()
-
-
-def provenance(folder: Path, modules: Iterable[Any]) -> dict[str, Any]:
-    """The launcher's notes (command, commit, machine) and the versions in this process."""
-    notes = folder / "launch.json"
-    launch = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else {}
-    versions = {"python": platform.python_version(), "hvdcompress": hvdcompress.__version__}
-    versions |= {module.__name__: module.__version__ for module in (*modules, np)}
-    return {"launch": launch, "versions": versions}
-
-
-def sums_over_ranks(hvd: Any, mine: Sequence[float], name: str) -> list[float]:
-    """The sums over ranks of a few numbers; equal on all ranks."""
-    return np.sum(hvd.allgather_object(list(map(float, mine)), name=name), axis=0).tolist()
-
-
-def train(hvd: Any, run: Run, data: Images | Bytes, trainer: Trainer, events: Events, notes: dict[str, Any]) -> None:
-    """One run from its first step to its ``finished`` event."""
-    task, metric, world_size = run.task, TASKS[run.task.task].metric, hvd.size()
-    compressor, ledger = trainer.compressor, trainer.compressor.ledger
-    sizes = [parameter.size for parameter in trainer.parameters().values()]
-    print(f"[{run.id}] {compressor.describe()}", flush=True)
-    events.write(
-        "start",
-        run=run.id,
-        spec=run.spec(),
-        density=run.method.density,
-        plan=compressor.plan.to_dict(),
-        world_size=world_size,
-        parameters=sum(sizes),
-        tensors=len(sizes),
-        describe=compressor.describe(),
-        **notes,
-    )
-    batches = data.batches(hvd.rank(), world_size, run.seed, task.batch_size)
-    # The first steps compile kernels and fill Horovod's caches, so they are on a clock of their own.
-    untimed, warm, clock = min(UNTIMED_STEPS, task.steps // 2), Clock(), Clock()
-    losses = []
-    for step in range(task.steps):
-        rate = learning_rate(task, step)
-        losses.append(trainer.step(next(batches), rate, warm if step < untimed else clock))
-        compressor.observe(learning_rate=rate)
-        if (step + 1) % task.log_every == 0 or step + 1 == task.steps:
-            mean = sums_over_ranks(hvd, [sum(losses) / len(losses)], "report.average")[0] / world_size
-            if not math.isfinite(mean):
-                raise Diverged(f"the loss is {mean} at step {step + 1}: try a lower learning_rate")
-            losses = []
-            compressor.observe(loss=mean)
-            events.write(
-                "step",
-                step=step + 1,
-                loss=mean,
-                lr=rate,
-                bytes_sent=ledger.bytes_sent(),
-                dense_bytes=ledger.dense_bytes(),
-                seconds=warm.total + clock.total,
-            )
-    hashes = hvd.allgather_object(fingerprint(trainer.parameters()), name="report.fingerprint")
-    if len(set(hashes)) > 1:
-        raise RuntimeError(f"after training, the ranks' parameters differ: {dict(enumerate(hashes))}")
-    mine = {
-        "bytes_sent": ledger.bytes_sent(),
-        "bytes_on_wire": ledger.bytes_on_wire(),
-        "dense_bytes": ledger.dense_bytes(),
-        **{f"{what}_seconds": spent / (task.steps - untimed) for what, spent in asdict(clock).items()},
-    }
-    every = hvd.allgather_object(mine, name="report.totals")
-    value = metric.value(*held_out(hvd, trainer, data.held_out(hvd.rank(), world_size)))
-    events.write(
-        "finished",
-        steps=task.steps,
-        metric={
-            "name": metric.name,
-            "unit": metric.unit,
-            "higher_is_better": metric.higher_is_better,
-            "value": value,
-        },
-        parameters_sha256=hashes[0],
-        identical=True,
-        ranks={key: [rank[key] for rank in every] for key in mine},
-        counters=ledger.counters(),
-        collectives=ledger.collectives(),
-        seconds=warm.total + clock.total,
-    )
-
-
-def held_out(hvd: Any, trainer: Trainer, batches: Iterator[Batch]) -> list[float]:
-    """Sums over all ranks' shares of the held-out set: negative log-likelihood, correct, count."""
-    mine = np.zeros(3)
-    for batch in batches:
-        mine += [*trainer.evaluate(batch), batch[1].size]
-    return sums_over_ranks(hvd, mine.tolist(), "report.evaluate")
-
-
-def main(about: str | None, hvd: Any, build: Callable[[Run, Images | Bytes], Trainer], *modules: Any) -> None:
-    """Train what is left of the experiment in the folder that the command line names."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a run's folder, which holds config.yaml")
-    folder = parser.parse_args().folder
-    hvd.init()
-    experiment = Experiment.open(folder / "config.yaml")
-    runs = {run.id: run for run in experiment.runs()}
-    events = {id: Events(folder / "metrics" / f"{id}.jsonl", active=hvd.rank() == 0) for id in runs}
-    (folder / "metrics").mkdir(exist_ok=True)
-    # Rank 0 decides: files of a shared file system may look older on other hosts.
-    pending = hvd.broadcast_object([id for id in runs if not events[id].ended()], root_rank=0)
-    notes, loaded = provenance(folder, modules), {}
-    for id in pending:
-        run = runs[id]
-        try:
-            if run.task.label not in loaded:
-                wanted = run.task.model_dump(include={"path", "image_size"}, exclude_none=True)
-                loaded = {run.task.label: TASKS[run.task.task].load(**wanted)}
-            data = loaded[run.task.label]
-            train(hvd, run, data, build(run, data), events[id], notes)
-        except Diverged as error:
-            if hvd.rank() == 0:
-                events[id].write("failed", error=str(error))
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            events[id].write("failed", error=text, rank=hvd.rank(), traceback=traceback.format_exc())
-            traceback.print_exc()
-            sys.stderr.flush()
-            # Other ranks may be waiting for this one; the launcher ends them and starts again with the next run.
-            os._exit(1)
-        gc.collect()  # an optimizer's hooks hold its model
-    hvd.shutdown()

@@ -1,127 +1,172 @@
-"""The report of a training: its tables, on a terminal and as Markdown."""
+"""From the events of trainings to records, a table and a plot.
+
+A run's record has the columns of the published trainings in ``experiments/results``: ``score`` and ``gap`` (to dense
+training with the same seed) in the task's unit, seconds per step, bytes per step and rank.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
+import numpy as np
+import pandas as pd
 
-from experiments.output.table import MISSING, Column, Table
-from experiments.report import numbers
-from experiments.training.results import Report, Row
+from experiments.cluster.rates import HEADERS, Rate
+from experiments.report import jsonl, numbers, plots, results, statistics, tables
+from experiments.training.experiment import Experiment
+from experiments.training.tasks import TASKS
 
-__all__ = ["COLUMNS", "LEGEND", "heading", "markdown", "show", "order_of", "tables"]
+__all__ = ["curves", "predicted", "publish", "records", "table"]
 
-
-def _mean(key: str) -> Callable[[Row], Any]:
-    return lambda row: row.mean.get(key)
-
-
-def _figure(key: str, title: str, form: Callable[[float], str], unit: str, yields: int = 0) -> Column[Row]:
-    def text(row: Row) -> str:
-        return form(row.mean[key]) if key in row.mean and not math.isnan(row.mean[key]) else MISSING
-
-    return Column(key, title, text, _mean(key), unit, yields=yields)
-
-
-def _measured(key: str, title: str, sign: str = "") -> Column[Row]:
-    def text(row: Row) -> str:
-        if key not in row.mean:
-            return MISSING
-        places = 2 if row.unit == "%" else 3
-        value = round(row.mean[key], places) + 0.0  # -0.001 is 0.00, not -0.00
-        spread = f" ± {row.std[key]:.{places}f}" if len(row.finished) > 1 else ""
-        return f"{value:{sign if value else ''}.{places}f}{spread}".replace("-", "−")
-
-    return Column(key, title, text, _mean(key))
-
-
-def _method(row: Row) -> str:
-    return f"{row.method} ({row.remark})" if row.remark else row.method
-
-
-def _density(row: Row) -> str:
-    return numbers.percent(row.density) if row.density else MISSING
-
-
-def _loss(row: Row) -> str:
-    if "loss" not in row.mean:
-        return MISSING
-    spread = f" ± {numbers.number(row.std['loss'], 2)}" if len(row.finished) > 1 else ""
-    return numbers.number(row.mean["loss"]) + spread
-
-
-COLUMNS: tuple[Column[Row], ...] = (
-    Column("method", "method", _method, align="left"),
-    Column("density", "density", _density, lambda row: row.density, yields=3),
-    _figure("rate", "ratio", numbers.rate_of, ""),
-    _figure("sent", "sent", numbers.num_bytes, "B"),
-    _figure("on_wire", "on wire", numbers.num_bytes, "B", yields=4),
-    _figure("total", "step", numbers.seconds_of, "s"),
-    _figure("select", "select", numbers.seconds_of, "s", yields=1),
-    _figure("communicate", "commun.", numbers.seconds_of, "s", yields=1),
-    _figure("rest", "rest", numbers.seconds_of, "s", yields=2),
-    Column("loss", "loss", _loss, _mean("loss")),
-    _measured("value", "held-out"),
-    _measured("difference", "vs none", "+"),
-)
+LINKS = ("100mbit", "1gbit", "10gbit")  #: for which a step's time is predicted
+LAST = 0.05  # the loss is the mean over so much of the steps, at the end
+DENSE = "none"
 LEGEND = (
-    "ratio = dense bytes ÷ bytes sent; sent, on wire = bytes per step and rank (handed to the collectives; transmitted "
-    "if they run as rings); step = select (codec work) + communicate (waiting in synchronize) + rest (forward, "
-    "backward, optimizer); loss = training loss over the last 5 % of the steps."
+    "ratio = dense bytes / bytes sent. step: measured here, where ranks exchange gradients over {link}. predicted: "
+    "measured computing and codec time, and the bytes that a rank puts on the wire over a link of that speed, without "
+    "overlap and latency{error}."
 )
 
 
-def heading(rows: list[Row]) -> str:
-    """``digits: 600 steps, 123 690 parameters, held-out accuracy in %``."""
-    started = next((r for row in rows for r in row.results if r.start), None)
-    metric = next((r.metric for row in rows for r in row.results if r.metric), None)
-    words = [f"{rows[0].results[0].steps} steps"]
-    if started:
-        words.append(f"{started.start['parameters']:,} parameters".replace(",", " "))
-    if metric:
-        words.append(metric["name"] if metric["unit"] in metric["name"] else f"{metric['name']} in {metric['unit']}")
-    return f"{rows[0].task}: {', '.join(words)}"
+def records(folders: Sequence[Path]) -> pd.DataFrame:
+    """Return a row per run of one training folder or several; runs without a result have NaN.
+
+    Raises:
+        ValueError: a folder holds no training.
+    """
+    rows = []
+    for folder in folders:
+        if not (folder / "config.yaml").is_file():
+            raise ValueError(f"{folder} holds no training: there is no config.yaml")
+        for run in Experiment.open(folder / "config.yaml").runs():
+            events = {event["event"]: event for event in jsonl.read(folder / "metrics" / f"{run.id}.jsonl")}
+            steps = [e for e in jsonl.read(folder / "metrics" / f"{run.id}.jsonl") if e["event"] == "step"]
+            end, start = events.get("finished", {}), events.get("start", {})
+            last = [event["loss"] for event in steps if event["step"] > (1 - LAST) * run.task.steps]
+            more = run.method.training
+            row = {
+                "task": run.task.label,
+                "steps": run.task.steps,
+                "parameters": start.get("parameters"),
+                "method": run.method.label,
+                "density": run.method.density,
+                "seed": run.seed,
+                "ranks": run.ranks,
+                "status": next((word for word in ("finished", "failed", "start") if word in events), "not started"),
+                "error": events.get("failed", {}).get("error"),
+                "loss": float(np.mean(last)) if end and last else None,
+                "unit": TASKS[run.task.task].metric.unit,
+                **{key: end.get(key) for key in ("score", "step_s", "codec_s", "computing_s")},
+                **{key: end.get(key) for key in ("sent_bytes", "wire_bytes", "dense_bytes")},
+                **({"trained_with": more} if more else {}),
+                **(start.get("launch") or {}),
+                **({"framework": start["versions"]["framework"]} if start else {}),
+            }
+            rows.append({**row, **({"folder": folder.name} if len(folders) > 1 else {})})
+    frame = pd.DataFrame(rows)
+    if len(folders) > 1:
+        frame["method"] = frame["folder"] + "/" + frame["method"]
+    return frame
 
 
-def _mark(row: Row) -> str:
-    if any(result.status == "failed" for result in row.results):
-        return "failed"
-    return "unfinished" if row.remark else ""
+def predicted(computing: float, codec: float, wire_bytes: float, link: str) -> float:
+    """Return the seconds of a step over a link: computing, codec, and the bytes on the wire with their headers."""
+    return computing + codec + 8 * (1 + HEADERS) * wire_bytes / Rate.parse(link).slower
 
 
-def tables(report: Report) -> list[Table[Row]]:
-    """A table for each task, in the experiment's order; a method has the same colour in all of them."""
-    order = order_of(report)
-    return [
-        Table(COLUMNS, rows, heading(rows), _mark, lambda row: order.index(row.method))
-        for rows in report.tasks().values()
+def table(frame: pd.DataFrame, task: str) -> str:
+    """Return the table of a task in Markdown, a row per method: means over the seeds that are finished.
+
+    Args:
+        frame: what :func:`records` returned.
+        task: the task's label.
+    """
+    mine = frame[frame["task"] == task]
+    done = mine.dropna(subset=["score"])
+    unit, digits = ("accuracy, %", 2) if mine["unit"].iloc[0] == "%" else ("bits per byte", 3)
+    gaps = statistics.gaps(done.assign(task=task), "score", "method", DENSE, ["task", "seed"])
+    computing = done["computing_s"].median()  # the same of all methods, so it is measured best over all of them
+    formats = {"ratio": numbers.rate_of, unit: f"{{:.{digits}f}}".format, "step, measured": numbers.seconds_of}
+    rows = []
+    for method, group in mine.groupby("method", sort=False):
+        ended = group.dropna(subset=["score"])
+        lost = "" if len(ended) == len(group) else f" ({len(group) - len(ended)} of {len(group)} not finished)"
+        row: dict[str, Any] = {"method": f"{method}{lost}"}
+        row["ratio"] = ended["dense_bytes"].sum() / (ended["sent_bytes"].sum() or float("nan"))
+        row[unit] = ended["score"].mean()
+        row["against dense"] = None
+        for _, gap in gaps[gaps["method"] == method].iterrows() if len(gaps) else ():
+            spread = f" ({gap['low']:+.{digits}f} to {gap['high']:+.{digits}f})" if gap["pairs"] > 1 else ""
+            row["against dense"] = f"{gap['mean']:+.{digits}f}{spread}".replace("-", "−")
+        row["step, measured"] = ended["step_s"].mean()
+        for link in LINKS:
+            title = f"predicted, {Rate.parse(link)}"
+            row[title] = predicted(computing, ended["codec_s"].mean(), ended["wire_bytes"].mean(), link)
+            formats[title] = numbers.seconds_of
+        rows.append(row)
+    return tables.markdown(pd.DataFrame(rows), **formats)
+
+
+def curves(folders: Sequence[Path]) -> pd.DataFrame:
+    """Return the held-out score at each evaluation of each run."""
+    rows = []
+    for folder in folders:
+        for run in Experiment.open(folder / "config.yaml").runs():
+            name = f"{folder.name}/{run.method.label}" if len(folders) > 1 else run.method.label
+            about = {"task": run.task.label, "method": name, "seed": run.seed}
+            about["measure"] = TASKS[run.task.task].metric.name
+            rows += [
+                {**about, "step": event["step"], "score": event["score"]}
+                for event in jsonl.read(folder / "metrics" / f"{run.id}.jsonl")
+                if "score" in event and "step" in event
+            ]
+    return pd.DataFrame(rows)
+
+
+def publish(folders: Sequence[Path], out: Path) -> None:
+    """Print the tables of one training or several, and write ``records.json``, ``table.md`` and ``scores.svg``.
+
+    Args:
+        folders: what ``python -m experiments run`` wrote.
+        out: where to write.
+
+    Raises:
+        ValueError: a folder holds no training.
+    """
+    frame = records(folders)
+    text = []
+    for task, rows in frame.groupby("task", sort=False):
+        first = rows.iloc[0]
+        parameters = rows["parameters"].max()
+        size = "" if pd.isna(parameters) else ", " + f"{parameters:,.0f} parameters".replace(",", " ")
+        text.append(f"**{task}: {first['steps']} steps, {first['ranks']} ranks{size}**\n\n{table(frame, str(task))}\n")
+    links = frame["link"].dropna().unique() if "link" in frame else []
+    text.append(LEGEND.format(link=" or ".join(links) or "nothing", error=_error()) + "\n")
+    text += [
+        f"- {row['task']}, {row['method']}: {row['error']}\n" for _, row in frame.dropna(subset="error").iterrows()
     ]
+    if "trained_with" in frame:
+        changed = frame.dropna(subset="trained_with").drop_duplicates(["task", "method"])
+        text += [
+            f"- {row['task']}, {row['method']}: trained with {row['trained_with']}\n" for _, row in changed.iterrows()
+        ]
+    print("\n" + "\n".join(text), flush=True)
+    (out / "table.md").write_text("\n".join(text), encoding="utf-8")
+    results.save("records", frame, out)
+    points = curves(folders)
+    if len(points):
+        one = plots.lines(points, "step", "score", by="method", panel="task", labels={"score": "held out"})
+        plots.save(one, out / "scores.svg")
+    print(f"written: {out}/table.md, records.json, scores.svg")
 
 
-def order_of(report: Report) -> list[str]:
-    """Methods in the order of their colours: the dense baseline first, whose colour is the neutral one."""
-    order = report.methods()
-    return sorted(order, key=lambda method: method != "none")
-
-
-def show(report: Report, console: Console) -> None:
-    """Print the tables, the legend and the notes."""
-    left_out = False
-    for table in tables(report):
-        console.print()
-        left_out |= table.show(console)
-    console.print(f"[dim]{LEGEND}[/]", highlight=False)
-    if left_out:
-        console.print("[dim]This terminal is narrow: table.md has more columns.[/]", highlight=False)
-    for note in report.notes:
-        console.print(escape(note), highlight=False)
-
-
-def markdown(report: Report) -> str:
-    """All tables, the legend and the notes as Markdown."""
-    parts = [f"**{table.title}**\n\n{table.markdown()}\n" for table in tables(report)]
-    return "".join([*parts, f"{LEGEND}\n\n", *(f"- {note}\n" for note in report.notes)])
+def _error() -> str:
+    """Return how far predictions were from measured steps, from the published comparison; empty without one."""
+    try:
+        found = results.load("training-predicted")
+    except FileNotFoundError:
+        return ""
+    error = (found["predicted_s"] / found["measured_s"] - 1).abs()
+    return f" (compared with measured steps: median error {error.median():.0%}, worst {error.max():.0%})"

@@ -1,108 +1,167 @@
-"""``python -m experiments run``: train every run of an experiment, show the progress, and write the report."""
+"""Train the runs of an experiment: prepare the folder, launch ranks until every run has a result, show progress."""
 
 from __future__ import annotations
 
 import json
-import shlex
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
-from experiments.cluster import launcher, notes
+from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.launcher import shown
-from experiments.cluster.stopping import Stopped
-from experiments.output.console import console_of
-from experiments.output.table import Format, print_tables
-from experiments.training import files, launch, report, results
-from experiments.training.experiment import Experiment
-from experiments.training.watch import Watch
+from experiments.cluster.rates import speed
+from experiments.report import jsonl
+from experiments.report.numbers import clock, seconds_of
+from experiments.training.experiment import Experiment, Run
+from experiments.training.tasks import TASKS, net_of
+from hvdcompress.registry import suggest
 
-__all__ = ["publish", "run"]
+__all__ = ["check", "prepare", "train"]
+
+RANK = "experiments.training.rank"  #: the module of every rank
 
 
-def run(
-    experiment: Experiment,
-    folder: Path,
-    controller: str,
-    console: Console,
-    verbose: bool = False,
-    hosts: Hosts | None = None,
-) -> int:
-    """Train what has no result yet, and publish the results.
+def check(experiment: Experiment, driver: launch.Driver) -> None:
+    """Refuse tasks that do not exist, or cannot be trained like this here, before any rank starts.
+
+    Raises:
+        ValueError: the message names the file, the line and the key.
+    """
+    tensorflow = experiment.framework == "tensorflow"
+    if tensorflow and driver == "ddp":
+        raise ValueError(f"--driver ddp is PyTorch's, and {experiment.name!r} is of framework tensorflow")
+    for number, task in enumerate(experiment.tasks):
+        if task.task not in TASKS:
+            text = f"unknown task {task.task!r}{suggest(task.task, list(TASKS))}; known: {', '.join(TASKS)}"
+            raise experiment.error(("tasks", number, "task"), text)
+        if problem := TASKS[task.task].missing():
+            raise experiment.error(("tasks", number, "task"), problem)
+        try:
+            net = net_of(task.task, task.net)
+        except ValueError as error:
+            raise experiment.error(("tasks", number, "net"), str(error)) from None
+        if tensorflow and (net != "digits_net" or task.clip_norm):
+            raise experiment.error(("tasks", number), "TensorFlow trains the net digits_net without clipping")
+
+
+def prepare(folder: Path, experiment: Experiment, driver: str, link: str) -> None:
+    """Make a training's folder ready; finished runs of an earlier attempt stay.
+
+    Args:
+        folder: made if it does not exist.
+        experiment: what is to be trained; its configuration is written there.
+        driver: what exchanges gradients.
+        link: what the ranks' bytes go over.
+
+    Raises:
+        ValueError: a finished run was made with other settings, or over another link.
+    """
+    launched = {"driver": driver, "link": link}
+    (folder / "metrics").mkdir(parents=True, exist_ok=True)
+    for run in experiment.runs():
+        file = folder / "metrics" / f"{run.id}.jsonl"
+        events = jsonl.read(file)
+        if not any(event["event"] == "finished" for event in events):
+            file.unlink(missing_ok=True)
+            continue
+        old = {**events[0]["spec"], "launch": {key: events[0]["launch"].get(key) for key in launched}}
+        if changed := _changes(old, json.loads(json.dumps({**run.spec(), "launch": launched}))):
+            raise ValueError(
+                f"{file} was made with other settings ({changed}): resume with the same, or leave --resume"
+            )
+    experiment.save(folder / "config.yaml")
+    (folder / "launch.json").write_text(json.dumps(launched) + "\n", encoding="utf-8")
+
+
+def _changes(old: Any, new: Any, key: str = "") -> str:
+    """Return the keys at which two nested dicts differ, with both values; empty if they do not."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = (_changes(old.get(k), new.get(k), f"{key}.{k}".lstrip(".")) for k in {**old, **new})
+        return ", ".join(filter(None, parts))
+    return "" if old == new else f"{key}: {old!r} there, {new!r} now"
+
+
+def train(experiment: Experiment, folder: Path, driver: launch.Driver, hosts: Hosts | None = None) -> bool:
+    """Launch ranks until every run has a result; a run that kills its ranks is marked as failed, and skipped.
 
     Args:
         experiment: what to train.
-        folder: a folder that :func:`launch.prepare` made ready.
-        controller: Horovod's, "mpi" or "gloo"; "ddp" for PyTorch's DDP.
-        console: where progress and tables are printed.
-        verbose: also print the ranks' log.
+        folder: what :func:`prepare` has made ready; ``log.txt`` in it gets all that the ranks print.
+        driver: "horovod", "gloo" or "ddp".
         hosts: emulated hosts for the ranks, up.
 
     Returns:
-        The exit status: 0; 1 if a run failed; 128 plus the signal's number if it was stopped by one.
-    """
-    runs = experiment.runs()
-    module = launch.MODULES["ddp" if controller == "ddp" else experiment.framework]
-    program = ("-m", module, str(folder))
-    line = launcher.command(experiment.ranks, controller, *program, hosts=hosts)
-    said = notes.notes(line, controller, hosts)
-    (folder / "launch.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-    watch, code = Watch(runs, folder, console, verbose), 0
-    count = f"{len(runs)} run" + ("s" if len(runs) > 1 else "")
-    done = sum(map(watch.ended, runs))
-    done_before = f", {done} done before" if done else ""
-    console.print(f"[bold]{escape(experiment.name)}[/]: {count}{done_before} → {shown(folder)}", highlight=False)
-    if hosts:
-        console.print(f"link: {escape(said['link'])}", highlight=False, soft_wrap=True)
-    console.print(f"[cyan]$ {escape(shlex.join(line))}[/]", highlight=False, soft_wrap=True)
-    if verbose:
-        for key, value in launcher.environment(experiment.ranks, hosts).items():
-            console.print(f"[dim]  {escape(f'{key}={value}')}[/]", highlight=False, soft_wrap=True)
-    try:
-        with watch.live():
-            launch.follow(runs, folder, line, experiment.ranks, watch, hosts)
-    except launcher.LaunchError as error:
-        code = 1
-        words = f"{error}\nThe whole log: {shown(folder / 'log.txt')}"
-        console_of(stderr=True).print(f"[red]error:[/] {escape(words)}", highlight=False, soft_wrap=True)
-    except Stopped as stopped:
-        code = stopped.code
-        console.print("[yellow]stopped: every rank has ended[/]")
-    failed = [run for run in runs if "failed" in watch.events[run.id]]
-    publish([folder], folder, console)
-    if failed and not code:
-        code = 1
-        console.print(
-            f"[red]{len(failed)} of {count} failed[/]; the log: {shown(folder / 'log.txt')}. "
-            f"Once the cause is fixed, --resume runs them again.",
-            highlight=False,
-            soft_wrap=True,
-        )
-    return code
-
-
-def publish(folders: Sequence[Path], out: Path, console: Console, form: str = Format.text) -> None:
-    """Show the tables of one training or several, and write the report.
-
-    Args:
-        folders: what ``python -m experiments run`` wrote.
-        out: where to write.
-        console: where the tables are printed.
-        form: other forms than "text" are printed alone, and nothing is written.
+        Whether every run is finished.
 
     Raises:
-        ValueError: a folder holds no training.
+        LaunchError: the ranks ended before they began a run.
+        Stopped: Ctrl-C. Every rank has ended, and finished runs are kept.
     """
-    found = results.read(folders)
-    if form != Format.text:
-        print_tables(report.tables(found), console, form)
-        return
-    report.show(found, console)
-    with console.status("drawing the report's plots …"):
-        written = files.write(found, out)
-    console.print(f"written: {', '.join(shown(file) for file in written)}", highlight=False, soft_wrap=True)
-    if not any(file.suffix == ".html" for file in written):
-        console.print(escape("for report.html with plots: pip install 'hvdcompress[report]'"), soft_wrap=True)
+    if hosts:
+        reached = [speed(bits) for bits in hosts.measure()]
+        print(f"{hosts}; TCP streams got across {', '.join(reached)}", flush=True)
+        file = folder / "launch.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "reached": reached}) + "\n", encoding="utf-8")
+    program = ("-m", RANK, "tensorflow" if experiment.framework == "tensorflow" else driver, str(folder))
+    log, progress = folder / "log.txt", Progress(experiment.runs(), folder)
+    while waiting := progress.waiting():
+        progress.began = time.monotonic()
+        try:
+            launch.run(program, experiment.ranks, driver, hosts=hosts, log=log, poll=progress)
+        except launch.LaunchError as error:
+            progress()
+            left = progress.waiting()
+            begun = next((run for run in left if progress.events[run.id]), None)
+            if begun is not None:
+                jsonl.append(progress.file(begun), {"event": "failed", "error": str(error).splitlines()[0]})
+            elif len(left) == len(waiting):
+                raise
+            print(f"{error}\nThe whole log: {launch.shown(log)}", file=sys.stderr)
+    return all(events[-1]["event"] == "finished" for events in progress.events.values())
+
+
+class Progress:
+    """One line that says how far the ranks are, and a line per run that has ended.
+
+    Args:
+        runs: all of them, in order.
+        folder: where they write.
+    """
+
+    def __init__(self, runs: Sequence[Run], folder: Path):
+        self.runs, self.folder, self.began, self.looked = runs, folder, time.monotonic(), 0.0
+        self.events: dict[str, list[dict[str, Any]]] = {}
+        self.said = {run.id for run in self.waiting()} ^ {run.id for run in runs}  # by an earlier launch
+
+    def file(self, run: Run) -> Path:
+        """Return the file of a run's events."""
+        return self.folder / "metrics" / f"{run.id}.jsonl"
+
+    def waiting(self) -> list[Run]:
+        """Return the runs that have no result, good or bad."""
+        self.events = {run.id: jsonl.read(self.file(run)) for run in self.runs}
+        return [run for run in self.runs if not any(e["event"] in ("finished", "failed") for e in self.events[run.id])]
+
+    def __call__(self) -> None:
+        """Read what is new, and print it."""
+        if time.monotonic() < self.looked + 0.5:
+            return
+        self.looked = time.monotonic()
+        waiting = self.waiting()
+        terminal = sys.stdout.isatty()
+        for number, run in enumerate(self.runs, 1):
+            if run not in waiting and run.id not in self.said:
+                self.said.add(run.id)
+                end = next(e for e in self.events[run.id] if e["event"] in ("finished", "failed"))
+                unit = TASKS[run.task.task].metric.unit
+                words = end.get("error") or f"{end['score']:.2f} {unit}, {seconds_of(end['step_s'])} per step"
+                seed = f" seed {run.seed}" if run.seed else ""
+                print("\r\033[K" if terminal else "", end="")
+                print(f"[{number}/{len(self.runs)}] {run.task.label} {run.method.label}{seed}: {words}", flush=True)
+        if terminal and waiting:
+            run = next((run for run in waiting if self.events[run.id]), waiting[0])
+            steps = [event for event in self.events[run.id] if event["event"] == "step"]
+            at = f"step {steps[-1]['step']} of {run.task.steps}, loss {steps[-1]['loss']:.3f}" if steps else "starting"
+            print(f"\r\033[K{clock(time.monotonic() - self.began)}  {run.id}: {at}", end="", flush=True)

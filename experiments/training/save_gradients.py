@@ -37,7 +37,6 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="where to write the gradients (safetensors)")
     parser.add_argument("--task", default="digits", choices=sorted(TASKS))
     parser.add_argument("--net", help="the net that learns it (default: the task's own)")
-    parser.add_argument("--data", help="the folder of the data, for tasks that read files")
     parser.add_argument("--steps", type=int, default=100, help="training steps")
     saved = parser.add_mutually_exclusive_group()
     saved.add_argument("--window", type=int, default=15, help="steps of each of the three windows (default: 15)")
@@ -51,9 +50,9 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         net = net_of(given.task, given.net)
-        if problem := TASKS[given.task].missing(given.data):
-            raise ValueError(f"--data {problem}")
-        data = TASKS[given.task].load(**({"path": given.data} if given.data else {}))
+        if problem := TASKS[given.task].missing():
+            raise ValueError(problem)
+        data = TASKS[given.task].load()
     except ValueError as error:
         parser.error(str(error))
     model = models_torch.build(net, data)

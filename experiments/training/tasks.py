@@ -1,26 +1,188 @@
-"""The training tasks of an experiment: where the data comes from and which nets learn it.
+"""The training tasks of experiments: data in memory, the batches that ranks draw, and the net that learns it.
 
-Adding a task is adding one loader under the ``@task`` decorator; adding a net is adding it to :data:`NETS` and to
-``models_torch.py``. Any net of a task's kind can learn it: ``{task: fashion_mnist, net: lenet5}``. This file needs
-numpy only, so that ``experiments run`` can check names and paths before it starts any rank; the nets need PyTorch.
+A new task is a loader and a line in :data:`TASKS`; a new net is one in ``models_torch.py`` and a line in :data:`NETS`.
+Any net of a task's kind can learn it: ``{task: fashion_mnist, net: lenet5}``. This file needs no framework, so that
+``experiments run`` checks names before it starts any rank.
 """
 
 from __future__ import annotations
 
+import gzip
 import math
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.training import readers
-from experiments.training.data import Batch, Bytes, Images, prepare, split
 from hvdcompress.registry import suggest
 
-__all__ = ["NETS", "TASKS", "Batch", "Bytes", "Images", "Metric", "Net", "Task", "net_of", "prepare", "split"]
+__all__ = ["ACCURACY", "BITS_PER_BYTE", "NETS", "TASKS", "Batch", "Bytes", "Images", "Metric", "Task", "net_of"]
+__all__ += ["prepare", "split"]
+
+Batch = tuple[np.ndarray, np.ndarray]  # inputs, and the int64 class of each
+HELD_OUT_BATCH = 64
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  #: where Debian's package dataset-fashion-mnist puts it
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled pictures in memory: x [N, channels, height, width], y [N] int64."""
+
+    x: np.ndarray
+    y: np.ndarray
+    x_held_out: np.ndarray
+    y_held_out: np.ndarray
+    classes: int
+    shift: int = 0  # pictures are moved by up to so many pixels while training
+    label_noise: float = 0.0  # share of the labels that are drawn at random, again each time
+
+    def batches(self, rank: int, world_size: int, seed: int, size: int) -> Iterator[Batch]:
+        """Yield batches from this rank's shard without end, reshuffled every epoch; they depend on nothing else."""
+        random = np.random.default_rng([seed, rank])
+        mine = np.arange(rank, len(self.y), world_size)
+        order = random.permutation(mine)
+        while True:
+            while len(order) < size:
+                order = np.concatenate([order, random.permutation(mine)])
+            chosen, order = order[:size], order[size:]
+            x = _shifted(self.x[chosen], random, self.shift) if self.shift else self.x[chosen]
+            y = self.y[chosen]
+            if self.label_noise:
+                drawn = random.integers(0, self.classes, len(y))
+                y = np.where(random.random(len(y)) < self.label_noise, drawn, y)
+            yield prepare(x), y
+
+    def held_out(self, rank: int, world_size: int) -> Iterator[Batch]:
+        """Yield this rank's share of the held-out set."""
+        for start in range(rank * HELD_OUT_BATCH, len(self.y_held_out), world_size * HELD_OUT_BATCH):
+            part = slice(start, start + HELD_OUT_BATCH)
+            yield prepare(self.x_held_out[part]), self.y_held_out[part]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A text as bytes, cut into windows of ``context`` bytes; the class to predict is the next byte."""
+
+    text: np.ndarray
+    text_held_out: np.ndarray
+    context: int = 64
+    windows_held_out: int = 512
+    classes: int = 256
+
+    def _windows(self, text: np.ndarray, starts: np.ndarray) -> Batch:
+        window = text[starts[:, None] + np.arange(self.context + 1)].astype(np.int64)
+        return window[:, :-1], window[:, 1:]
+
+    def batches(self, rank: int, world_size: int, seed: int, size: int) -> Iterator[Batch]:
+        """Yield batches of windows at random places of this rank's part of the text, without end."""
+        random = np.random.default_rng([seed, rank])
+        mine = np.array_split(self.text, world_size)[rank]
+        while True:
+            yield self._windows(mine, random.integers(0, len(mine) - self.context, size))
+
+    def held_out(self, rank: int, world_size: int) -> Iterator[Batch]:
+        """Yield this rank's share of windows spread evenly over the held-out text."""
+        last = len(self.text_held_out) - self.context - 1
+        starts = np.linspace(0, last, self.windows_held_out).astype(np.int64)[rank::world_size]
+        for start in range(0, len(starts), HELD_OUT_BATCH):
+            yield self._windows(self.text_held_out, starts[start : start + HELD_OUT_BATCH])
+
+
+def prepare(x: np.ndarray) -> np.ndarray:
+    """Return bytes 0..255 as float32 around zero; anything else as it is."""
+    return (x.astype(np.float32) / 255 - 0.5) / 0.25 if x.dtype == np.uint8 else x
+
+
+def _shifted(x: np.ndarray, random: np.random.Generator, pad: int) -> np.ndarray:
+    """Return every picture moved by up to ``pad`` pixels."""
+    height, width = x.shape[2:]
+    padded = np.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)), mode="edge")
+    # the third draw turned photographs around once; without it, the same seed would draw other batches
+    places = random.integers(0, [2 * pad + 1, 2 * pad + 1, 1], (len(x), 3))
+    return np.stack([padded[i, :, dy : dy + height, dx : dx + width] for i, (dy, dx, _) in enumerate(places)])
+
+
+def split(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return indices for training and held out: always the same ones, whatever the experiment's seed."""
+    order = np.random.default_rng(1797).permutation(count)
+    held_out = max(1, round(count * share))
+    return order[held_out:], order[:held_out]
+
+
+# -- loaders ------------------------------------------------------------------------------------
+
+
+def digits(**augmented: Any) -> Images:
+    """Return the 1797 handwritten digits (8x8) that scikit-learn carries; a quarter is held out."""
+    from sklearn.datasets import load_digits
+
+    raw = load_digits()
+    x, y = (raw.images[:, None] / 16 - 0.3).astype(np.float32), raw.target.astype(np.int64)
+    train, held_out = split(len(y), 0.25)
+    return Images(x[train], y[train], x[held_out], y[held_out], classes=10, **augmented)
+
+
+def noisy_digits() -> Images:
+    """Return the same digits, moved by up to a pixel and with a fifth of the labels drawn again each time.
+
+    A net learns the 1348 digits themselves by heart, and its gradients vanish; these it cannot. Held out are the same
+    digits as in ``digits``, as they are.
+    """
+    return digits(shift=1, label_noise=0.2)
+
+
+def fashion_mnist(folder: Path = FASHION_MNIST) -> Images:
+    """Return Fashion-MNIST: 60 000 pictures of clothes (28x28, grey), 10 000 held out (Xiao et al. 2017).
+
+    Args:
+        folder: has the four files of MNIST's form.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    parts = {
+        (part, kind): _idx(folder / f"{part}-{kind}-ubyte.gz")
+        for part in ("train", "t10k")
+        for kind in ("images-idx3", "labels-idx1")
+    }
+    (x, y), (x_held_out, y_held_out) = (
+        (parts[part, "images-idx3"][:, None], parts[part, "labels-idx1"].astype(np.int64)) for part in ("train", "t10k")
+    )
+    return Images(x, y, x_held_out, y_held_out, classes=int(y.max()) + 1)
+
+
+def _idx(file: Path) -> np.ndarray:
+    """Return the array of a gzip'd IDX file: 0, 0, type 8 (bytes), dimensions, each size as big-endian int32, data."""
+    raw = gzip.decompress(file.read_bytes())
+    if raw[:3] != b"\0\0\x08":
+        raise ValueError(f"{file} is not an IDX file of unsigned bytes")
+    start = 4 + 4 * raw[3]
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(np.frombuffer(raw[4:start], ">i4"))
+
+
+def stdlib_bytes(max_bytes: int = 4_000_000) -> Bytes:
+    """Return the source text of this interpreter's standard library; every tenth file is held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data", "__pycache__"}
+    files = sorted(file for file in root.rglob("*.py") if not skip & set(file.relative_to(root).parts))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    total = 0
+    for number, file in enumerate(files):
+        content = file.read_bytes()
+        parts[number % 10 == 9].append(content)
+        total += len(content)
+        if total >= max_bytes:
+            break
+    train, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    if min(len(train), len(held_out)) < 1000:
+        raise ValueError(f"the task 'bytes' found only {total} bytes of Python source under {root}")
+    return Bytes(train, held_out)
+
+
+# -- what can be trained ------------------------------------------------------------------------
 
 
 class Metric(NamedTuple):
@@ -36,229 +198,41 @@ ACCURACY = Metric("held-out accuracy", "%", True, lambda nll, correct, count: 10
 BITS_PER_BYTE = Metric("held-out bits per byte", "bits", False, lambda nll, correct, count: nll / count / math.log(2))
 
 
-class Net(NamedTuple):
-    """A net: which kind of data it learns, and the frameworks that have it."""
+class Task(NamedTuple):
+    """A task's loader, the net that it is trained with unless another is named, its measure, and a folder it needs."""
 
-    kind: type
-    frameworks: tuple[str, ...] = ("torch",)
-
-
-NETS = {
-    "digits_net": Net(Images, ("torch", "tensorflow")),
-    "fnn3": Net(Images),
-    "lenet5": Net(Images),
-    "resnet": Net(Images),
-    "resnet20": Net(Images),
-    "resnet32": Net(Images),
-    "vgg11": Net(Images),
-    "byte_transformer": Net(Bytes),
-    "byte_lstm": Net(Bytes),
-}
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task's loader, the net that it is trained with unless another is named, and its measure."""
-
-    id: str
     load: Callable[..., Images | Bytes]
     net: str
     metric: Metric
-    needs_path: bool
-    default_path: Path | None
-    package: str
-    """The Debian package that brings ``default_path``."""
+    folder: Path | None = None
 
-    @property
-    def nets(self) -> list[str]:
-        """The nets that can learn it."""
-        return [id for id, net in NETS.items() if net.kind is NETS[self.net].kind]
-
-    def missing(self, path: str | None) -> str | None:
-        """What is wrong with the data's place, or None: it is not named, or not there."""
-        if path is not None:
-            return None if Path(path).expanduser().is_dir() else f"no such folder: {path}"
-        if self.needs_path:
-            return f"is missing: the task {self.id!r} reads your own data"
-        if self.default_path is not None and not self.default_path.is_dir():
-            return (
-                f"is missing, and there is no {self.default_path}: apt-get install {self.package} (Debian) brings it, "
-                f"or name a folder with its files"
-            )
-        return None
+    def missing(self) -> str | None:
+        """Return what is missing and how to get it; None if the data is there."""
+        if self.folder is None or self.folder.is_dir():
+            return None
+        return f"there is no {self.folder}: apt-get install dataset-fashion-mnist (Debian) brings it"
 
 
-TASKS: dict[str, Task] = {}
-
-
-def task(
-    id: str,
-    *,
-    net: str,
-    metric: Metric,
-    needs_path: bool = False,
-    default_path: Path | None = None,
-    package: str = "",
-) -> Callable[[Any], Any]:
-    """Register a loader; it is called with the task's settings (``path``, ``image_size``) as keywords."""
-
-    def register(load: Callable[..., Images | Bytes]) -> Callable[..., Images | Bytes]:
-        TASKS[id] = Task(id, load, net, metric, needs_path, default_path, package)
-        return load
-
-    return register
+TASKS = {
+    "digits": Task(digits, "digits_net", ACCURACY),
+    "noisy_digits": Task(noisy_digits, "digits_net", ACCURACY),
+    "fashion_mnist": Task(fashion_mnist, "lenet5", ACCURACY, FASHION_MNIST),
+    "bytes": Task(stdlib_bytes, "byte_transformer", BITS_PER_BYTE),
+}
+NETS = {
+    "pictures": ("digits_net", "fnn3", "lenet5", "resnet", "resnet20"),
+    "text": ("byte_transformer", "byte_lstm"),
+}  #: by the kind of data that they learn; TensorFlow has digits_net alone
 
 
 def net_of(task: str, net: str | None) -> str:
-    """The net that learns a task: the one that is named, or the task's own.
+    """Return the net that learns a task: the one that is named, or the task's own.
 
     Raises:
         ValueError: there is no such net, or it learns data of another kind.
     """
-    known = TASKS[task].nets
-    if net is None:
-        return TASKS[task].net
-    if net not in NETS:
-        raise ValueError(f"unknown net {net!r}{suggest(net, known)}; for {task!r}: {', '.join(known)}")
-    if net not in known:
-        raise ValueError(f"the net {net!r} cannot learn {task!r}; these can: {', '.join(known)}")
-    return net
-
-
-def _sklearn(task: str) -> Any:
-    try:
-        import sklearn.datasets
-    except ImportError:
-        raise ValueError(f"the task {task!r} needs scikit-learn: pip install scikit-learn") from None
-    return sklearn.datasets
-
-
-def _digits(task: str, **augmented: Any) -> Images:
-    raw = _sklearn(task).load_digits()
-    x, y = (raw.images[:, None] / 16 - 0.3).astype(np.float32), raw.target.astype(np.int64)
-    train, held_out = split(len(y), 0.25)
-    return Images(x[train], y[train], x[held_out], y[held_out], classes=10, **augmented)
-
-
-@task("digits", net="digits_net", metric=ACCURACY)
-def digits(**_: Any) -> Images:
-    """The 1797 handwritten digits (8x8) that scikit-learn carries; a quarter is held out."""
-    return _digits("digits")
-
-
-@task("noisy_digits", net="digits_net", metric=ACCURACY)
-def noisy_digits(**_: Any) -> Images:
-    """The same digits, moved by up to a pixel and with a fifth of the labels drawn again each time.
-
-    A net learns the 1348 digits themselves by heart, and its gradients vanish; these it cannot. Held out are the same
-    digits as in ``digits``, as they are.
-    """
-    return _digits("noisy_digits", shift=1, label_noise=0.2)
-
-
-@task(
-    "fashion_mnist",
-    net="lenet5",
-    metric=ACCURACY,
-    default_path=Path("/usr/share/datasets/fashion-mnist"),
-    package="dataset-fashion-mnist",
-)
-def fashion_mnist(*, path: str | None = None, **_: Any) -> Images:
-    """Fashion-MNIST: 60 000 pictures of clothes (28x28, grey) to train on, 10 000 held out (Xiao et al. 2017).
-
-    Any data set in MNIST's four files can be read from a folder ``path`` instead, MNIST itself included.
-    """
-    found = TASKS["fashion_mnist"]
-    if problem := found.missing(path):
-        raise ValueError(f"the task 'fashion_mnist': path {problem}")
-    folder = readers.folder_of(path or str(found.default_path))
-    x, y = readers.mnist(folder, "train")
-    return Images(x, y, *readers.mnist(folder, "t10k"), classes=int(y.max()) + 1)
-
-
-PATCH, TILES = 32, (3, 4)  #: pixels a side; rows and columns of regions of each photograph
-
-
-@task("photographs", net="resnet20", metric=ACCURACY)
-def photographs(*, patches: int = 6000, **_: Any) -> Images:
-    """Patches of the two photographs (427x640, colour) that scikit-learn carries; which region is each one from?
-
-    Each photograph is divided into 3 x 4 regions, hence 24 classes. The lowest ``PATCH`` rows of each region are held
-    out: no pixel of theirs is in a patch that is trained on.
-    """
-    found = _sklearn("photographs").load_sample_images().images
-    random = np.random.default_rng(1797)
-    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    labels: tuple[list[int], list[int]] = ([], [])
-    regions = [region for image in found for region in _regions(np.asarray(image).transpose(2, 0, 1))]
-    for number in range(patches + patches // 10):
-        held_out, label = number >= patches, number % len(regions)
-        region = regions[label]
-        part = region[:, -PATCH:] if held_out else region[:, :-PATCH]
-        y, x = (random.integers(0, size - PATCH + 1) for size in part.shape[1:])
-        parts[held_out].append(part[:, y : y + PATCH, x : x + PATCH])
-        labels[held_out].append(label)
-    (x_train, x_held_out), (y_train, y_held_out) = map(np.stack, parts), (np.array(y, np.int64) for y in labels)
-    return Images(x_train, y_train, x_held_out, y_held_out, classes=len(regions), mirror=True)
-
-
-def _regions(image: np.ndarray) -> list[np.ndarray]:
-    """A picture [channels, height, width] cut into ``TILES`` of equal size."""
-    height, width = (size // tiles for size, tiles in zip(image.shape[1:], TILES, strict=True))
-    return [
-        image[:, r * height : (r + 1) * height, c * width : (c + 1) * width]
-        for r in range(TILES[0])
-        for c in range(TILES[1])
-    ]
-
-
-@task("bytes", net="byte_transformer", metric=BITS_PER_BYTE)
-def stdlib_bytes(*, max_bytes: int = 4_000_000, **_: Any) -> Bytes:
-    """The source text of this interpreter's standard library; every tenth file is held out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data", "__pycache__"}
-    files = sorted(file for file in root.rglob("*.py") if not skip & set(file.relative_to(root).parts))
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    total = 0
-    for i, file in enumerate(files):
-        content = file.read_bytes()
-        parts[i % 10 == 9].append(content)
-        total += len(content)
-        if total >= max_bytes:
-            break
-    train, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
-    if min(len(train), len(held_out)) < 1000:
-        raise ValueError(f"the task 'bytes' found only {total} bytes of Python source under {root}")
-    return Bytes(train, held_out)
-
-
-@task("cifar10", net="resnet", metric=ACCURACY, needs_path=True)
-def cifar10(*, path: str, **_: Any) -> Images:
-    """CIFAR-10, the "python" or the "binary" download, unpacked in the folder ``path``."""
-    folder = readers.folder_of(path)
-    for candidate in (folder, folder / "cifar-10-batches-py", folder / "cifar-10-batches-bin"):
-        for suffix, read in (("", readers.cifar_python), (".bin", readers.cifar_binary)):
-            train = sorted(f for f in candidate.glob(f"data_batch_*{suffix}") if f.suffix == suffix)
-            test = candidate / f"test_batch{suffix}"
-            if train and test.is_file():
-                batches = [read(file) for file in train]
-                x, y = (np.concatenate(part) for part in zip(*batches, strict=True))
-                return Images(x, y, *read(test), classes=10, shift=2, mirror=True)
-    raise ValueError(
-        f"no CIFAR-10 in {folder}: expected data_batch_1 … and test_batch (the 'python' version), "
-        "or data_batch_1.bin … and test_batch.bin (the 'binary' version)"
-    )
-
-
-@task("images", net="resnet", metric=ACCURACY, needs_path=True)
-def images(*, path: str, image_size: int = 32, **_: Any) -> Images:
-    """A folder with one subfolder a class (or train/ and val/ with such subfolders); a tenth is held out."""
-    folder = readers.folder_of(path)
-    parts = [folder / "train", next((folder / n for n in ("val", "test") if (folder / n).is_dir()), folder / "val")]
-    if all(part.is_dir() for part in parts):
-        x, y, names = readers.image_folder(parts[0], image_size)
-        x_held_out, y_held_out, _names = readers.image_folder(parts[1], image_size, names)
-        return Images(x, y, x_held_out, y_held_out, classes=len(names), shift=2, mirror=True)
-    x, y, names = readers.image_folder(folder, image_size)
-    train, held_out = split(len(y), 0.1)
-    return Images(x[train], y[train], x[held_out], y[held_out], classes=len(names), shift=2, mirror=True)
+    own = TASKS[task].net
+    known = next(nets for nets in NETS.values() if own in nets)
+    if net is not None and net not in known:
+        raise ValueError(f"no net {net!r} learns {task!r}{suggest(net, list(known))}; these do: {', '.join(known)}")
+    return net or own

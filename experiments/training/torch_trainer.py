@@ -1,4 +1,4 @@
-"""What is the same of a PyTorch training whichever driver exchanges the gradients: net, SGD, clipping, evaluation."""
+"""PyTorch trainings: the same net and SGD with the compression in Horovod's optimizer, or in DDP."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
 from experiments.training import models_torch
 from experiments.training.experiment import Run
 from experiments.training.tasks import Batch, Bytes, Images, net_of
 
-
-def tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch as torch tensors."""
-    return torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
+__all__ = ["DdpRanks", "DdpTrainer", "HorovodTrainer"]
 
 
 class TorchTrainer:
-    """The net of a run. Subclasses add the compression, the optimizer, and a step.
+    """The net of a run. Subclasses add the optimizer and the compression.
 
     Attributes:
         plan: the method's, with the task's clipping after the exchange.
-        compressor: the compression.
-        optimizer: the one that updates.
     """
 
     compressor: Any
@@ -38,26 +35,35 @@ class TorchTrainer:
         clip = {"clip_norm": run.task.clip_norm} if run.task.clip == "after" else {}
         self.plan = hvdcompress.load({"seed": run.seed, **run.method.settings, **clip})
         self.model = models_torch.build(net_of(run.task.task, run.task.net), data)
+        self.forward: torch.nn.Module = self.model
 
     def sgd(self) -> torch.optim.SGD:
-        """The task's optimizer; each step sets its learning rate."""
+        """Return the task's optimizer; each step sets its learning rate."""
         task = self.task
         return torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=task.momentum, weight_decay=task.weight_decay)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """All parameters by name."""
+        """Return all parameters by name."""
         return {name: parameter.detach().numpy() for name, parameter in self.model.named_parameters()}
 
-    def codec_seconds(self) -> float:
-        """Seconds at work in codecs so far."""
-        return self.compressor.ledger.seconds()["codec"]
-
-    def forward(self, model: torch.nn.Module, batch: Batch, rate: float) -> torch.Tensor:
-        """Set the learning rate, forget the gradients, and return the loss of a batch."""
-        x, y = tensors(batch)
+    def step(self, batch: Batch, rate: float) -> float:
+        """Forward, backward, exchange, update; return this rank's loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
+        loss = self.loss(self.forward, batch)
+        (loss * self.clipping(loss)).backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def compute(self, batch: Batch) -> None:
+        """Forward and backward, without hooks: nothing is exchanged."""
+        torch.autograd.grad(self.loss(self.model, batch), list(self.model.parameters()))
+
+    @staticmethod
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the mean loss of a batch."""
+        x, y = map(torch.from_numpy, batch)
         return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
     def clipping(self, loss: torch.Tensor) -> torch.Tensor | float:
@@ -74,10 +80,64 @@ class TorchTrainer:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Sums over a batch: negative log-likelihood, correct."""
-        x, y = tensors(batch)
+        """Return sums over a batch: negative log-likelihood, correct."""
         self.model.eval()
+        x, y = torch.from_numpy(batch[0]), torch.from_numpy(batch[1]).flatten()
         logits = self.model(x).flatten(0, -2)
         self.model.train()
-        nll = F.cross_entropy(logits, y.flatten(), reduction="sum")
-        return float(nll), float((logits.argmax(1) == y.flatten()).sum())
+        return float(F.cross_entropy(logits, y, reduction="sum")), float((logits.argmax(1) == y).sum())
+
+
+class HorovodTrainer(TorchTrainer):
+    """The net with the stock Horovod optimizer around SGD, and the compression inside it."""
+
+    def __init__(self, run: Run, data: Images | Bytes):
+        import horovod.torch as hvd
+
+        from hvdcompress.horovod.torch import Compressor
+
+        super().__init__(run, data)
+        names = list(self.model.named_parameters())
+        self.compressor = Compressor(self.plan, names)
+        self.optimizer = hvd.DistributedOptimizer(self.sgd(), named_parameters=names, compression=self.compressor)
+        self.compressor.use_optimizer(self.optimizer)  # before its first step, as gradients are asked for first here
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+
+
+class DdpTrainer(TorchTrainer):
+    """The net in DDP, which hands its buckets to the compression, and SGD."""
+
+    def __init__(self, run: Run, data: Images | Bytes):
+        from hvdcompress import ddp
+
+        super().__init__(run, data)
+        self.forward = DistributedDataParallel(self.model, broadcast_buffers=False)  # as under Horovod
+        self.optimizer = self.sgd()
+        self.compressor = ddp.attach(self.forward, self.plan, optimizer=self.optimizer)
+
+
+class DdpRanks:
+    """The ranks that torchrun started, asked as Horovod's are."""
+
+    rank = staticmethod(dist.get_rank)
+    size = staticmethod(dist.get_world_size)
+    shutdown = staticmethod(dist.destroy_process_group)
+
+    @staticmethod
+    def init() -> None:
+        """Join the other ranks."""
+        dist.init_process_group("gloo")
+
+    @staticmethod
+    def allgather_object(value: Any, name: str) -> list[Any]:
+        """Return every rank's value, in rank order."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+    @staticmethod
+    def broadcast_object(value: Any, root_rank: int) -> Any:
+        """Return one rank's value, on all of them."""
+        box = [value]
+        dist.broadcast_object_list(box, root_rank)
+        return box[0]

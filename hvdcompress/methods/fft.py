@@ -24,8 +24,8 @@ hurt. At density 0.15 the error ‖ĝ − g‖/‖g‖ is 0.016 on smooth data (
 0.75 on white noise (top-k: 0.67). The gradients of a small convolutional network on scikit-learn's digits have a
 correlation of 0.28 to 0.47 between neighbours in memory and a kurtosis of 9 to 38. There time-domain top-k is better:
 its error is 0.07 to 0.47 by layer, that of FFT is 0.49 to 0.58. Among eleven tensors of a small transformer, FFT is
-better for the one with correlation 0.46 and light tails (kurtosis 4.6). docs/formats.md has the tables; measure your
-own gradients.
+better for the one with correlation 0.46 and light tails (kurtosis 4.6). The figures are in
+experiments/results/gradient-energy.json. Measure your own gradients.
 
 Elements whose gradient is always zero, such as the rows of an embedding's padding, are updated all the same: the error
 of the dropped frequencies spreads over all elements of a block. Exclude such a tensor by a rule

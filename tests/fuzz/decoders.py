@@ -7,7 +7,6 @@ its tensor. Methods are run as a rank runs them, on the collectives of a step in
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 
 import hvdcompress
-from experiments.advise.profile import Profile
 from experiments.output import jsonl
 from experiments.training.experiment import Experiment
 from hvdcompress import registry
@@ -248,14 +246,6 @@ methods:
 ranks: 2
 seeds: [0]
 """
-PROFILE = json.dumps(
-    {
-        "version": 1, "ranks": 2, "tensors": {"w": [3, 4]},
-        "times": {"forward": 0.1, "backward": 0.2, "update": 0.01, "ready": {"w": 0.1}},
-        "link": {"rate": 1e9, "message": 1e-5, "round": 1e-3, "call": 1e-4, "overlap": 0.5},
-        "codecs": {"topk": {"encode": [0, 1e-9, 0, 0], "decode": [0, 0, 0, 1e-9]}},
-    }
-).encode()  # fmt: skip
 METRICS = b'{"step": 1, "loss": 2.5, "sent": 100}\n{"step": 2, "loss": NaN, "sent": 200}\n'
 
 
@@ -271,7 +261,6 @@ def _files(folder: Path) -> Iterator[Decoder]:
 
     yield Decoder("plan", (PLAN,), reading("plan.yaml", hvdcompress.load), (PlanError,))
     yield Decoder("experiment", (EXPERIMENT,), reading("experiment.yaml", Experiment.open), (PlanError,))
-    yield Decoder("profile", (PROFILE,), reading("profile.json", Profile.open), (PlanError,))
     yield Decoder("metrics", (METRICS,), reading("metrics.jsonl", jsonl.read), ())
 
 

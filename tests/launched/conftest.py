@@ -7,7 +7,7 @@ import pytest
 #: files of the longest launches, the longest first: two are tried at a time, and a long one at the end would be alone
 LONGEST = (
     "test_promises_tensorflow.py",
-    "test_cli.py",
+    "test_training.py",
     "test_promises_torch.py",
     "test_promises_ddp.py",
     "test_promises_mpi.py",

@@ -11,19 +11,14 @@ from tests.installed import python_path
 
 @pytest.mark.timeout(300)
 def test_ranks_train_and_are_timed(tiny, capsys):
-    from experiments.output.console import console_of
-
     names = ["dense", "topk@density=0.05"]
-    setting = run.Setting(tiny, console_of())
+    setting = run.Setting(tiny)
     for _ in range(2):
         run.train_all(setting, ["tiny"], names, [1])
-    output = capsys.readouterr().out
-    assert output.count("seed 1") == len(names)  # the second time all have their results
-    found = {record["contender"]: record["evaluations"] for record in run.records(tiny, "train")}
-    assert [each["step"] for each in found["dense"]] == [2, 4]
-    assert 0 <= found["dense"][-1]["score"] <= 100
-    given = {"contenders": names, "rounds": 2, "turn": 0.01}
-    measured = run.launch("time", "tiny", setting, None, tiny / "time.log", **given)
+    assert capsys.readouterr().out.count("seed 1") == len(names)  # the second time all have their results
+    found = {record["contender"]: record["evaluations"] for record in setting.known({"kind": "train"})}
+    assert [step for step, _, _ in found["dense"]] == [2, 4] and 0 <= found["dense"][-1][2] <= 100
+    measured = run.start("time", "tiny", setting, None, contenders=names, rounds=2, turn=0.01)
     assert [each["contender"] for each in measured] == names
     assert all(len(each["milliseconds"]) == 2 and min(map(min, each["milliseconds"])) > 0 for each in measured)
 

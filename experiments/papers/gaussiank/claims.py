@@ -16,7 +16,6 @@ from experiments.papers.claims import (
     Outcome,
     Paper,
     Scale,
-    Unit,
     Verdict,
     exploded,
     groups,
@@ -26,6 +25,7 @@ from experiments.papers.claims import (
     spread,
 )
 from experiments.papers.gaussiank import measures
+from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
 from hvdcompress.parts.select import num_kept
@@ -38,12 +38,6 @@ OFTEN = 0.8  #: share of the steps in which a rule has to be met
 POINTS = 1.0  #: of held-out accuracy, which count as no loss
 JUDGED = ("first threshold", "paper")  #: the paper's rules; others are reported
 OURS = "Gaussian-k, bisect"
-SETTING = (
-    f"FNN-3 and LeNet-5 on Fashion-MNIST, {RANKS} simulated ranks with 32 examples each, SGD with momentum 0.9 and "
-    "a peak learning rate of 0.05, 400 steps (4000 with --full), error feedback"
-)
-WATCHED = f"{SETTING}; top-k at k/n = 0.1 %, gradient + residual of one rank in turns, at 30 (90) steps."
-
 PAPER = Paper(
     "gaussiank",
     "Gaussian-k",
@@ -125,7 +119,10 @@ def trained(scale: Scale) -> list[Unit]:
     "Gradient + residual is bell-shaped through training.",
     units=watched,
     where="gradient distributions (histograms during training with top-k)",
-    tested=f"{WATCHED} Histograms of {len(measures.EDGES) - 1} bins; distances to fitted distributions.",
+    tested=f"FNN-3 and LeNet-5 on Fashion-MNIST, {RANKS} simulated ranks with 32 examples each, SGD with momentum 0.9 "
+    "and a peak learning rate of 0.05, 400 steps (4000 with --full), error feedback; top-k at k/n = 0.1 %, gradient + "
+    f"residual of one rank in turns, at 30 (90) steps. Histograms of {len(measures.EDGES) - 1} bins; distances to "
+    "fitted distributions.",
     rule=f"in at least {percent(OFTEN)} of the steps the histogram falls on both sides of one peak within "
     f"±{measures.PEAK:g}σ (a second peak counts from {percent(measures.PROMINENT)} of the first on); as a "
     f"Normal distribution, if the median distance is at most {NORMAL:g}.",
@@ -180,7 +177,7 @@ def histograms(rows: pd.DataFrame) -> Figure:
     "and not only 1 − k/n.",
     units=watched,
     where="the tighter bound of the top-k operator (its theorem)",
-    tested=f"{WATCHED} What top-k leaves, against both bounds, wherever the curve is below 1 − i/n.",
+    tested="In the trainings of G1, what top-k leaves, against both bounds, wherever the curve is below 1 − i/n.",
     rule="no violation, in any seed.",
 )
 def contraction(rows: pd.DataFrame) -> Verdict:
@@ -243,8 +240,8 @@ def bounds(rows: pd.DataFrame) -> Figure:
     "A threshold from a Gaussian fit, corrected three times, chooses about k elements.",
     units=watched,
     where="Algorithm 1",
-    tested=f"{WATCHED} Elements beyond the first threshold, the one that the paper's corrections end with, and ours; "
-    "and what DGC and RedSync select of the same vectors.",
+    tested="In the trainings of G1, elements beyond the first threshold, the one that the paper's corrections end "
+    "with, and ours; and what DGC and RedSync select of the same vectors.",
     rule=f"2k/3 to 4k/3 elements in at least {percent(OFTEN)} of the vectors, by the first threshold and by the "
     "paper's corrections.",
 )
@@ -340,7 +337,7 @@ def selection(rows: pd.DataFrame) -> Verdict:
     "Gaussian-k trains as well as top-k, random-k does not.",
     units=trained,
     where="convergence experiments",
-    tested=f"{SETTING}; the same learning rate for all.",
+    tested="The trainings of G1 with each method, dense ones, and the same learning rate for all.",
     rule=f"Gaussian-k ends at most {POINTS:g} point of held-out accuracy below top-k, and random-k more than that, at "
     "each density.",
     trains=True,

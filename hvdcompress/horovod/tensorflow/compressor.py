@@ -11,7 +11,8 @@ retrace. So this driver
   sequence of collectives must be known in advance (``engine/rehearsal.py``). If it changes over time, there is one
   chain for each sequence, and ``tf.switch_case`` selects one;
 * runs the segments (``segments.py``) in the numpy core, on the memory of the tensors. A codec is then a single graph
-  node, which keeps tracing cheap. It was also faster than TensorFlow's own operations (``docs/tensorflow.md``);
+  node, which keeps tracing cheap. It was also faster than TensorFlow's own operations
+  (``experiments/results/tensorflow-codecs.json``);
 * appends a probe to each tensor's stock all-reduce. The probe tells Average from Sum, and carries flags: an error, a
   non-finite gradient, a trigger.
 

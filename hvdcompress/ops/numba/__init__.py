@@ -1,4 +1,4 @@
-"""Array ops on numpy arrays, compiled with numba where a benchmark shows a gain (``docs/ops-benchmark.md``).
+"""Array ops on numpy arrays, compiled with numba where a benchmark shows a gain (``experiments/results/ops.json``).
 
 Kernels take contiguous, aligned float32 arrays. The ops pass all other inputs to the numpy backend, the reference, and
 return the reference's bits, except for ops "to rounding". Ops without a kernel are the reference's own functions.

@@ -77,7 +77,7 @@ def test_a_label_never_leaves_its_folder(write):
 
 @pytest.mark.parametrize("bound", [0.1, 100.0])
 def test_the_loss_is_scaled_so_that_the_ranks_own_gradient_is_clipped(bound):
-    torch, train_torch = pytest.importorskip("torch"), pytest.importorskip("experiments.training.train_torch")
+    torch, module = pytest.importorskip("torch"), pytest.importorskip("experiments.training.torch_trainer")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
     trainer, x = SimpleNamespace(model=model, task=SimpleNamespace(clip="before", clip_norm=bound)), torch.randn(16, 20)
@@ -91,10 +91,10 @@ def test_the_loss_is_scaled_so_that_the_ranks_own_gradient_is_clipped(bound):
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     now = loss()
-    factor = train_torch.Trainer.clipping(trainer, now)
+    factor = module.TorchTrainer.clipping(trainer, now)
     assert all(p.grad is None for p in model.parameters()), "hooks would have fired"
     (now * factor).backward()
     for p, wanted in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-8)
     trainer.task.clip = "after"
-    assert train_torch.Trainer.clipping(trainer, now) == 1.0
+    assert module.TorchTrainer.clipping(trainer, now) == 1.0

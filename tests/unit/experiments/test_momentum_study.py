@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 
 import numpy as np
+import pandas as pd
 import pytest
-from rich.console import Console
+
+from experiments.report import jsonl, results
 
 torch = pytest.importorskip("torch")
 
@@ -27,10 +28,8 @@ def tiny(monkeypatch):
 
 
 def run(folder, names, steps=4):
-    output = io.StringIO()
-    units = study.units_of(["tiny"], names, [1, 2], steps)
-    failed = study.run_all(units, folder, 1, Console(file=output, width=200))
-    return failed, output.getvalue()
+    failed = study.run(study.units_of(["tiny"], names, [1, 2], steps), folder)
+    return failed, pd.DataFrame(jsonl.read(folder / "results.jsonl"))
 
 
 def test_settings_of_a_contender():
@@ -56,40 +55,48 @@ def test_optimizers_that_have_another_momentum_or_none():
         contenders.parse("topk@mu=0", adagrad)
 
 
-def test_runs_are_kept_and_skipped(tmp_path):
-    failed, output = run(tmp_path, ["dense", "topk:cancelled"])
-    assert not failed and "[4/4]" in output
-    _, output = run(tmp_path, ["dense", "topk:cancelled", "topk:plain"])
-    assert "4 of 6 results are kept" in output and "[2/2]" in output
-    _, output = run(tmp_path, ["dense"], steps=5)
-    assert "kept" not in output
-    assert {len(record["losses"]) for record in study.records(tmp_path)} == {1}
-    assert "| topk:cancelled | 2 |" in report.markdown(study.records(tmp_path))
+def test_runs_are_kept_and_skipped(tmp_path, capsys):
+    failed, _ = run(tmp_path, ["dense", "topk:cancelled"])
+    assert not failed and "[4/4]" in capsys.readouterr().out
+    _, frame = run(tmp_path, ["dense", "topk:cancelled", "topk:plain"])
+    output = capsys.readouterr().out
+    assert "4 of 6 results are kept" in output and "[2/2]" in output and len(frame) == 6
+    run(tmp_path, ["dense"], steps=5)
+    assert "kept" not in capsys.readouterr().out
+    assert "| topk:cancelled | 2 " in report.markdown(frame)
+
+
+def test_a_run_that_fails_has_no_result(tmp_path, monkeypatch):
+    monkeypatch.setitem(tasks.DATA, "tiny", lambda: 1 / 0)
+    failed = study.run(study.units_of(["tiny"], ["dense"], [1]), tmp_path)
+    assert failed == ["tiny dense seed 1: ZeroDivisionError: division by zero"]
+    assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_dense_equals_training_on_the_mean_gradient(tmp_path):
-    run(tmp_path, ["dense"])
-    found = next(record for record in study.records(tmp_path) if record["seed"] == 1)
+    _, frame = run(tmp_path, ["dense"])
+    found = frame[frame["seed"] == 1].iloc[0]
     torch.manual_seed(1)
     net, data = tasks.mlp(width=16), tasks.DATA["tiny"]()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     shares = [data.batches(rank, 2, 1, 4) for rank in range(2)]
-    losses = []
     for _ in range(4):
         optimizer.zero_grad()
         loss = sum(tasks.loss_of(net, next(share)) for share in shares) / 2
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    assert found["losses"] == pytest.approx([np.mean(losses)], rel=1e-5)
+    assert found["evaluations"] == [[4, pytest.approx(tasks.evaluate(net, data, TINY.metric))]]
 
 
-def group(task, scores):
-    runs = {
-        name: {seed: {"score": score, "status": "done"} for seed, score in enumerate(values)}
+def summary(scores, diverged=()):
+    about = {"task": "tiny", "steps": 1500, "ranks": 2, "decays": False, "unit": "%", "ratio": 1.0, "seconds": 1.0}
+    runs = [
+        {**about, "contender": name, "seed": seed, "score": score, "status": "done"}
         for name, values in scores.items()
-    }
-    return report.Group("made up", task, 1500, runs)
+        for seed, score in enumerate(values)
+    ]
+    runs += [{**about, "contender": name, "seed": 9, "score": None, "status": "diverged"} for name in diverged]
+    return report.summary(pd.DataFrame(runs)).set_index("contender")
 
 
 def test_a_gap_is_closed_by_its_mean_and_its_upper_bound():
@@ -98,16 +105,23 @@ def test_a_gap_is_closed_by_its_mean_and_its_upper_bound():
         "close": [86.8, 87.0, 86.7],
         "far": [85.0, 85.1, 85.2],
         "noisy": [88.0, 86.0, 86.8],
+        "once": [87.0],
     }
-    found = group(TINY, scores)
-    assert [found.closed(name) for name in ("close", "far", "noisy")] == [True, False, False]
-    gap = found.gap("close")
-    assert gap.mean == pytest.approx(0.5 / 3)
-    assert gap.high - gap.mean == pytest.approx(2.919986 * 0.057735 / 3**0.5, rel=1e-4)  # t of 2 degrees, 95 %
+    found = summary(scores)
+    assert [found.closed[name] for name in ("close", "far", "noisy", "once")] == [True, False, False, None]
+    gap = found.loc["close"]
+    assert gap.gap == pytest.approx(0.5 / 3)
+    assert gap.high - gap.gap == pytest.approx(2.919986 * 0.057735 / 3**0.5, rel=1e-4)  # t of 2 degrees, 95 %
+    assert summary(scores, ["close"]).closed["close"] is False
 
 
-def test_one_seed_is_not_enough_for_a_verdict():
-    assert group(TINY, {"dense": [87.0], "topk": [87.0]}).closed("topk") is None
+def test_the_published_results():
+    text = report.markdown(results.load("momentum"))
+    assert "### Gaps to dense training after 1500 steps" in text
+    (line,) = (
+        line for line in text.splitlines() if line.startswith("| topk:plain ") and "+0.255" in line and "+1.63" in line
+    )
+    assert "+1.63 (+1.37 to +1.88)" in line and "✓" not in line
 
 
 def test_a_rate_that_decays():
@@ -115,7 +129,5 @@ def test_a_rate_that_decays():
     rates = [decaying.rate_at(step, 100) for step in range(100)]
     assert max(rates) == pytest.approx(0.1, rel=0.05) and rates[0] == pytest.approx(0.01) and rates[-1] < 1e-4
     assert np.argmax(rates) in (8, 9, 10) and {TINY.rate_at(step, 100) for step in (0, 50)} == {0.1}
-    (unit,) = study.units_of(["tiny"], ["dense"], [1], 10, decay=True)
-    assert (
-        unit.settings["task"]["decays"] and study.train(decaying, contenders.parse("dense"), 1, 10)["status"] == "done"
-    )
+    ((_, task, *_),) = study.units_of(["tiny"], ["dense"], [1], 10, decay=True)
+    assert task.decays and study.train(task, contenders.parse("dense"), 1, 10)["status"] == "done"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,13 +17,15 @@ from typer.testing import CliRunner
 
 from experiments import __main__ as cli
 from experiments.papers import claims, run
-from experiments.papers.claims import Kind, judge, over_seeds, spread
+from experiments.papers.claims import Kind, Scale, judge, over_seeds, spread
+from experiments.papers.page import anchor
+from experiments.report import results
 from tests import ROOT
 from tests.unit.experiments import toy_claims
 
 
 def reproduce(folder, paper, jobs=1, only=()):
-    run.reproduce(paper, folder, toy_claims.SCALE, jobs, only)
+    run.reproduce(paper, folder, Scale(), jobs, only)
     return json.loads((folder / "papers-toy.json").read_text())["records"]
 
 
@@ -55,6 +58,18 @@ def test_a_diverged_seed_is_not_averaged_away():
     assert spread([1.0, math.nan]) == "diverged in 1 of 2" and spread([1.0, 3.0]) == "2.00 (1.00 to 3.00)"
 
 
+@pytest.mark.parametrize("id", claims.PAPERS)
+def test_names_tell_a_papers_units_apart(id):
+    pytest.importorskip("torch")
+    paper = pytest.importorskip(f"experiments.papers.{id}.claims").PAPER
+    for scale in (Scale(few=True), Scale(), Scale(full=True)):
+        for claim in paper.claims:
+            for sets in claim.needed(scale).values():
+                units = [unit for units in sets for unit in units]
+                assert len({unit.name for unit in units}) == len(units)
+                assert all(json.dumps(unit.settings) and unit.seconds > 0 for unit in units)
+
+
 # -- results that are kept -----------------------------------------------------------------------
 
 
@@ -71,10 +86,11 @@ STOPPED = """
 import sys
 from pathlib import Path
 from experiments.papers import run
+from experiments.papers.claims import Scale
 from tests.unit.experiments import toy_claims
 if __name__ == "__main__":
     try:
-        run.reproduce(toy_claims.paper({log!r}, seconds=1.5), Path({out!r}), toy_claims.SCALE, 2)
+        run.reproduce(toy_claims.paper({log!r}, seconds=1.5), Path({out!r}), Scale(), 2)
     except KeyboardInterrupt:
         sys.exit(130)
 """
@@ -146,7 +162,7 @@ def test_the_command_measures_prints_and_writes(tmp_path, monkeypatch):
     text = (tmp_path / "toy" / "toy.md").read_text()
     for said in ("**It holds under these conditions**: n = 1; n = 2 (2 of 3).", "because losses rise", "1, 4, 9."):
         assert said in text
-    assert text.count("with momentum adapted") + text.count("momentum adapted, as is the default") == 1
+    assert text.count("### T3, momentum adapted") == 1
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -159,3 +175,18 @@ def test_the_command_measures_prints_and_writes(tmp_path, monkeypatch):
 def test_a_paper_that_is_unknown_is_told():
     with pytest.raises(ValueError, match="did you mean 'scalecom'"):
         claims.find("scalecomm")
+
+
+@pytest.mark.parametrize("id", claims.PAPERS)
+def test_published_pages_are_short_and_complete(id):
+    found = json.loads((results.FOLDER / f"papers-{id}.json").read_text())
+    text = (ROOT / "docs" / "papers" / f"{id}.md").read_text()
+    assert len(text.split()) <= 1500
+    assert text.count("**It ") == len(found["records"]) and all(record["number"] in text for record in found["records"])
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert link.startswith("http") or (ROOT / "docs" / "papers" / link).exists(), link
+    overview = (ROOT / "docs" / "papers" / "README.md").read_text()
+    for record in found["records"]:
+        assert f"]({id}.md#{anchor(record)}) | {record['text']} | " in overview
+    paper = pytest.importorskip(f"experiments.papers.{id}.claims").PAPER
+    assert [claim.id for claim in paper.claims] == list(dict.fromkeys(record["claim"] for record in found["records"]))

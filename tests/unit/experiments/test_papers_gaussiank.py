@@ -29,13 +29,6 @@ def test_known_distributions_are_recognised(measures):
     assert not measures.bell(measures.shape(two)["histogram"], 40_000) and measures.shape(two)["normal"] > 0.1
 
 
-def test_the_distance_is_scipys(measures):
-    from scipy import stats
-
-    x = np.sort(np.random.default_rng(1).normal(size=400).round(1))  # with ties
-    assert measures.distance(x, measures.ndtr) == pytest.approx(stats.kstest(x, "norm").statistic, abs=1e-12)
-
-
 def test_what_is_left_is_what_top_k_leaves(measures):
     from hvdcompress.loopback import Loopback
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.papers.claims import Paper, Scale, Unit, Verdict, judge
+from experiments.papers.claims import Paper, Scale, Verdict, judge
+from experiments.papers.units import Unit
 
 
 def square(number: int, log: str, seconds: float = 0.0) -> dict[str, Any]:
@@ -52,6 +53,3 @@ def paper(log: str, numbers: Sequence[int] = (1, 2, 3), seconds: float = 0.0) ->
         return Verdict(judge({"all": [False]}, "losses rise"), f"Least: {least}.")
 
     return made
-
-
-SCALE = Scale()

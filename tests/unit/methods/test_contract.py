@@ -20,6 +20,7 @@ from hypothesis.extra import numpy as hnp
 
 import hvdcompress
 from hvdcompress import registry, testing
+from hvdcompress.cli.catalogue import field_docs
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Method, Sparse
 from hvdcompress.parts import feedback
@@ -203,29 +204,17 @@ def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("id", METHODS)
-def test_method_has_its_config_and_golden_case(id: str) -> None:
+def test_method_has_its_golden_case(id: str) -> None:
+    path = make_golden.golden_path(id)
     command = f"make it with:  {make_golden.COMMAND} {id}"
-    for path in (make_golden.config_path(id), make_golden.golden_path(id)):
-        assert path.exists(), f"method {id!r} has no {path.relative_to(make_golden.ROOT)}; {command}"
+    assert path.exists(), f"method {id!r} has no {path.relative_to(make_golden.ROOT)}; {command}"
 
 
 def test_missing_golden_case_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(make_golden, "golden_path", lambda id: tmp_path / "cases.json")
     monkeypatch.setattr(make_golden, "ROOT", tmp_path)
-    monkeypatch.setattr(make_golden, "config_path", lambda id: tmp_path)
     with pytest.raises(AssertionError, match="python tests/make_golden.py topk"):
-        test_method_has_its_config_and_golden_case("topk")
-
-
-@pytest.mark.parametrize("id", METHODS)
-def test_config_holds_the_defaults_with_comments(id: str) -> None:
-    path = make_golden.config_path(id)
-    plan = hvdcompress.load(path)
-    assert plan.program.main == hvdcompress.get(id)
-    assert plan == hvdcompress.load({"method": id})
-    assert path.read_text(encoding="utf-8") == make_golden.config_text(id), f"delete it, and {make_golden.COMMAND} {id}"
-    settings = hvdcompress.get(id).hyperparameters()
-    assert settings.keys() <= make_golden.field_comments(type(hvdcompress.get(id))).keys(), "each has a comment"
+        test_method_has_its_golden_case("topk")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -253,7 +242,7 @@ def test_method_documents_itself(id: str) -> None:
     text = registry.docstring(cls)
     for words in ("What is sent:", "Bytes:", "When it loses:", "Departures", ">>> "):
         assert words in text, f"methods/{id}.py: its docstring lacks {words!r}"
-    missing = {field.name for field in fields(cls)} - make_golden.field_comments(cls).keys()
+    missing = {field.name for field in fields(cls)} - field_docs(cls).keys()
     assert not missing, f"methods/{id}.py: no text below the fields {sorted(missing)}"
     example = doctest.DocTestFinder(recurse=False).find(importlib.import_module(cls.__module__))
     assert any(test.examples for test in example)

@@ -1,1 +1,0 @@
-"""``hvdcompress advise``: should a training be compressed at all, and how?"""

@@ -1,0 +1,182 @@
+"""Ranks in lockstep in one process, of which only what they compute is timed: the codec of a real step.
+
+A step goes the way of the PyTorch driver: gradients come one by one, the last layer's first, into the buckets that the
+driver would make; the reduced gradients overwrite them; and what the driver leaves to Horovod (``none``) costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from experiments.bench.devices import Cpu
+from hvdcompress.engine.commit import Outcome, commit_step
+from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.state import NextStep, RankState
+from hvdcompress.engine.transport import Group
+from hvdcompress.method import Array, Broadcast, TensorSpec
+from hvdcompress.plan import BY_NAME, Bucket, Plan
+
+__all__ = ["PARTS", "WARM", "Lockstep", "draw", "time_steps", "warm_steps"]
+
+#: Parts of a step: up to the last collective (with receiving the gradients); from its result to the sum; writing the
+#: sum over the gradients and keeping the new state
+PARTS = ("encode", "decode", "apply")
+WARM = 4  #: minimum number of steps before the first that counts: thresholds are learned, buffers are made
+
+
+class Lockstep:
+    """The ranks of one world.
+
+    Args:
+        plan: how tensors are compressed.
+        specs: the tensors, in the order of the net.
+        world_size: number of ranks.
+        device: where the gradients are.
+
+    Attributes:
+        buckets: what is exchanged together.
+        ranks: the states of the ranks.
+    """
+
+    def __init__(self, plan: Plan, specs: Sequence[TensorSpec], world_size: int, device: Cpu):
+        self.plan, self.world_size, self.device = plan, world_size, device
+        self.buckets = plan.buckets(specs, BY_NAME)
+        self.ranks = [RankState(plan, rank, world_size) for rank in range(world_size)]
+        places = {member.name: (bucket, at) for bucket in self.buckets for at, member in enumerate(bucket.members)}
+        self._places = [places[spec.name] for spec in specs]
+        self._spent: dict[str, float] = {}
+
+    def step(self, gradients: Sequence[Sequence[Array]]) -> dict[str, float]:
+        """Make one step.
+
+        Args:
+            gradients: by rank and tensor, flat float32; the reduced gradients overwrite them.
+
+        Returns:
+            Seconds by part, the mean over the ranks.
+        """
+        self._spent = dict.fromkeys(PARTS, 0.0)
+        received = [self._receive(rank, given) for rank, given in zip(self.ranks, gradients, strict=True)]
+        for name in received[0][0]:
+            self._exchange([exchanges[name] for exchanges, _ in received])
+        for rank, (exchanges, passed) in zip(self.ranks, received, strict=True):
+            for exchange in exchanges.values():
+                self._timed("apply", exchange.deliver, 1.0 / self.world_size)
+            self._timed("apply", commit_step, rank, exchanges.values(), passed, Outcome())
+        return self._spent
+
+    def _timed(self, part: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        result, seconds = self.device.timed(call, *arguments)
+        self._spent[part] += seconds / self.world_size
+        return result
+
+    def _receive(self, rank: RankState, given: Sequence[Array]) -> tuple[dict[str, Exchange], list[NextStep]]:
+        """Take all gradients of a rank, up to the first collective of each bucket.
+
+        Returns:
+            The exchanges by bucket name, and the steps of the buckets that Horovod reduces itself.
+        """
+        exchanges: dict[str, Exchange] = {}
+        passed: list[NextStep] = []
+        ops = self.device.ops
+
+        def take(bucket: Bucket, index: int, gradient: Array) -> None:
+            name = bucket.spec.name
+            if rank.next_step(bucket).passes_through:
+                if not self.plan.stateless:
+                    ops.all_finite(gradient)
+                passed.append(rank.pass_through(bucket, gradient, ops))
+                return
+            if name not in exchanges:
+                exchanges[name] = Exchange(Setup(rank, Group(rank.rank, self.world_size), bucket, gradient, ops))
+            exchanges[name].add([index], [gradient])
+            if exchanges[name].is_full:
+                exchanges[name].start()
+
+        rank.begin_round()
+        for (bucket, index), gradient in reversed(list(zip(self._places, given, strict=True))):
+            self._timed("encode", take, bucket, index, gradient)
+        return exchanges, passed
+
+    def _exchange(self, exchanges: list[Exchange]) -> None:
+        """Perform the collectives of one bucket."""
+        at = self.device
+        while (collective := exchanges[0].collective) is not None:
+            collectives: list[Any] = [exchange.collective for exchange in exchanges]
+            if isinstance(collective, Broadcast):  # the mean rank computes a share of what the root computes
+                made = at.fetch(self._timed("encode", collectives[collective.root].make))
+                collectives = [replace(collective, make=lambda made=made: made)] * self.world_size  # type: ignore[misc]
+            else:
+                collectives = [replace(each, x=at.fetch(each.x)) for each in collectives]
+            for exchange, result in zip(exchanges, carry_out(collectives), strict=True):
+                lifted: Any = [at.array(one) for one in result] if isinstance(result, list) else at.array(result)
+                _, seconds = at.timed(exchange.resume, lifted)
+                # Only now is it known whether that was the last collective
+                self._spent["decode" if exchange.collective is None else "encode"] += seconds / self.world_size
+
+
+def draw(n: int, count: int, seed: int = 0) -> Array:
+    """Draw gradients [count, n] float32 that resemble those of successive steps.
+
+    The scale of each element is log-normal and the same in all of them, so magnitudes have a heavy tail and the same
+    elements tend to be large; so is a fifth of the variance, the direction that a residual adds up.
+    """
+    random = np.random.default_rng(seed)
+    scale = np.float32(1e-3) * np.exp(np.float32(0.85) * random.standard_normal(n, np.float32))
+    direction = np.float32(0.5) * random.standard_normal(n, np.float32)
+    rows = random.standard_normal((count, n), np.float32)
+    for row in rows:
+        row += direction
+        row *= scale
+    return rows
+
+
+def warm_steps(plan: Plan) -> int:
+    """Return the number of steps until the method is in its last phase and its thresholds are learned."""
+    method = plan.program.main
+    last = len(method.phases) - 1
+    return next(age for age in range(WARM, 1_000_000) if method.phase_of(age) == last)
+
+
+def time_steps(
+    plan: Plan,
+    specs: Sequence[TensorSpec],
+    world_size: int,
+    runs: int,
+    warm: int | None = None,
+    device: Cpu | None = None,
+    seed: int = 0,
+) -> dict[str, list[float]]:
+    """Time the codec of one rank.
+
+    Args:
+        plan: how tensors are compressed.
+        specs: the tensors.
+        world_size: number of ranks.
+        runs: steps that count.
+        warm: steps before them; None: :func:`warm_steps`.
+        device: where the gradients are; None: in host memory.
+        seed: of the gradients.
+
+    Returns:
+        Seconds by part of :data:`PARTS`, of each run.
+    """
+    at = device or Cpu()
+    ranks = Lockstep(plan, specs, world_size, at)
+    sizes = [spec.size for spec in specs]
+    rows = at.array(draw(sum(sizes), 4, seed))
+    ends = np.cumsum([0, *sizes])
+    gradients = [[at.empty(size) for size in sizes] for _ in range(world_size)]
+    found = []
+    for step in range((warm_steps(plan) if warm is None else warm) + runs):
+        for rank, tensors in enumerate(gradients):
+            for out, start, stop in zip(tensors, ends, ends[1:], strict=False):
+                out[:] = rows[(step + rank) % len(rows), start:stop]
+        found.append(ranks.step(gradients))
+    return {part: [one[part] for one in found[-runs:]] for part in PARTS}

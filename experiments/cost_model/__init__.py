@@ -1,0 +1,1 @@
+"""What an exchange costs among any number of ranks: bytes and rounds from the methods, seconds from a fitted model."""

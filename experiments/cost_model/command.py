@@ -1,0 +1,59 @@
+"""``python -m experiments scale``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from experiments.commands.shared import RUNS, config_argument, methods_of, split
+
+
+def scale(
+    config: Annotated[
+        str,
+        config_argument(
+            "An experiment: a YAML file or a packaged one's name; its methods are compared.", "scale", "experiment"
+        ),
+    ] = "scale",
+    set: Annotated[
+        str, typer.Option(help="What is exchanged: a net, a file of shapes, or a number of elements.")
+    ] = "resnet50",
+    rate: Annotated[str, typer.Option(help="Rates of the links, with commas: 100mbit,1gbit,10gbit.")] = "1gbit",
+    workers: Annotated[str, typer.Option(help="Numbers of workers, with commas.")] = "2,4,8,16,64,256,1024,4096",
+    methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
+    over: Annotated[
+        Literal["horovod", "mpi4py"],
+        typer.Option(help="The driver: PyTorch's under Horovod, or MPI's. Each has constants of its own."),
+    ] = "horovod",
+    fit: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RESULTS", help="First fit to this folder of `bench`, or to links.json; again for more."),
+    ] = None,
+    fitted: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Use the fit that --fit wrote to this folder's JSON file.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for scale-SET.json and .svg, and the fit.")] = RUNS,
+) -> None:
+    """Predict an exchange's time and bytes among any number of workers, by a model fitted to measured exchanges."""
+    from experiments.cost_model import scale as scaling
+    from experiments.cost_model.fitted import Fitted
+    from experiments.cost_model.fitted import fit as fit_to
+    from experiments.report import plots, results
+
+    numbers, rates = split(workers), split(rate)
+    if wrong := [word for word in numbers if not word.isdigit()]:
+        raise ValueError(f"--workers: {wrong[0]!r} is not a number of workers")
+    entries, tensors = methods_of(config, methods, ["scale", "experiment"]), scaling.tensors_of(set)
+    model = fit_to(fit, over) if fit else Fitted.open(over, fitted or results.FOLDER)
+    predicted = scaling.predict(model, entries, tensors, rates, [int(word) for word in numbers])
+    for each in rates:
+        print(f"Seconds per exchange of {set} at {each}, by workers\n\n{scaling.table(predicted, each)}\n")
+    print(f"Bytes that a rank transmits\n\n{scaling.table(predicted, rates[0], 'on_wire')}\n")
+    print("\n".join(scaling.notes(model, rates)))
+    name = f"scale-{Path(set).stem}" + ("-mpi4py" if over == "mpi4py" else "")
+    written = [results.save(name, predicted, out, driver=over, constants=model.constants)]
+    written += [plots.save(scaling.draw(predicted), written[0].with_suffix(".svg"))]
+    written += [model.save(out)] if fit else []
+    print(f"written: {', '.join(map(str, written))}")

@@ -1,0 +1,85 @@
+"""``python -m experiments momentum``: accuracy with and without the optimizer's momentum, over error feedback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.options import seeds_of
+
+app = typer.Typer(
+    help="Accuracy with and without the optimizer's momentum, over error feedback.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+FOLDER = Path("runs/momentum")
+
+
+@app.command()
+def run(
+    tasks: Annotated[str, typer.Option(help="Tasks, with commas: mlp, cnn, mnist_example, lstm, transformer, ….")],
+    contenders: Annotated[
+        str, typer.Option(help="METHOD[@key=value,…][:plain|:cancelled], or main, defaults, all, remedies, densities.")
+    ] = "main",
+    seeds: Annotated[str, typer.Option(help="Such as 1-5 or 1,3.")] = "1-3",
+    steps: Annotated[int, typer.Option(min=1, help="Steps per run.")] = 1500,
+    decay: Annotated[bool, typer.Option("--decay", help="Warm the rate up, and let it fall to 0.")] = False,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Simulated ranks, instead of the task's.")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs side by side, a core each.")] = 1,
+    folder: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
+) -> None:
+    """Train; runs that have a result are skipped."""
+    from experiments.momentum import contenders as table
+    from experiments.momentum import study
+
+    units = study.units_of(tasks.split(","), table.split(contenders), seeds_of(seeds), steps, ranks, decay)
+    failed = study.run(units, folder, jobs)
+    for line in failed:
+        typer.echo(f"failed: {line}", err=True)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path | None, typer.Option(help="Folder of the results. Default: the published ones.")] = None,
+) -> None:
+    """Print a table per task: scores, gaps to dense training, and whether they are closed."""
+    import pandas as pd
+
+    from experiments.momentum.report import markdown
+    from experiments.report import jsonl, results
+
+    frame = results.load("momentum") if folder is None else pd.DataFrame(jsonl.read(folder / "results.jsonl"))
+    if not len(frame):
+        raise ValueError(f"no results in {folder}")
+    print(markdown(frame))
+
+
+@app.command()
+def publish(folder: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER) -> None:
+    """Add results to experiments/results/momentum.json; newer ones replace those of the same run."""
+    import pandas as pd
+
+    from experiments.momentum.report import GROUP
+    from experiments.report import jsonl, results
+
+    frame = pd.concat([results.load("momentum"), pd.DataFrame(jsonl.read(folder / "results.jsonl"))])
+    frame = frame.drop(columns="key", errors="ignore").drop_duplicates([*GROUP, "contender", "seed"], keep="last")
+    print(f"written: {results.save('momentum', frame)}")
+
+
+@app.command()
+def cost(
+    methods: Annotated[
+        str, typer.Option(help="Methods, with commas.")
+    ] = "topk,scalecom_48x,gaussiank,powersgd_r1,powersgd_r4,signsgd",
+    ranks: Annotated[int, typer.Option(min=1, help="Simulated ranks.")] = 2,
+) -> None:
+    """Measure what adapting costs: seconds of handing results over, in copies of the gradient, and memory."""
+    from experiments.momentum.cost import measure
+    from experiments.report import tables
+
+    tables.show(measure(methods.split(","), ranks).round(2))

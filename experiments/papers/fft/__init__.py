@@ -1,0 +1,1 @@
+"""FFT: Wang et al., HPDC 2020."""

@@ -1,0 +1,1 @@
+"""GradiVeQ: Yu et al. 2018."""

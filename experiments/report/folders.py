@@ -1,0 +1,56 @@
+"""Folders of runs: a new one for each, ``runs/NAME``, ``runs/NAME-2``, …, or the one to go on in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["choose", "users_own"]
+
+
+def choose(name: str, out: Path | None = None, resume: bool = False, runs: Path = Path("runs")) -> Path:
+    """Choose the folder of a run; earlier results are never touched.
+
+    Args:
+        name: the run's.
+        out: the folder that the user named.
+        resume: take ``out``, or the newest folder of the name.
+        runs: where folders are made.
+
+    Raises:
+        ValueError: there is nothing to resume, or ``out`` holds something already.
+    """
+    numbers = {
+        int(match[1] or 1): folder
+        for folder in (runs.iterdir() if runs.is_dir() else ())
+        if (match := re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", folder.name))
+    }
+    newest = max(numbers, default=0)
+    if resume:
+        folder = out or numbers.get(newest, runs / name)
+        if not folder.is_dir():
+            raise ValueError(f"nothing to resume: there is no folder {folder}")
+        return folder
+    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already: give --resume to go on, or another --out")
+    return out or runs / (f"{name}-{newest + 1}" if newest else name)
+
+
+@contextlib.contextmanager
+def users_own(folder: Path) -> Iterator[None]:
+    """At the end, give a folder that root has made, and parents made for it, to the user who called sudo."""
+    made = [folder, *(parent for parent in folder.absolute().parents if not parent.exists())]
+    try:
+        yield
+    finally:
+        if os.geteuid() == 0 and "SUDO_UID" in os.environ and folder.is_dir():
+            owner = int(os.environ["SUDO_UID"]), int(os.environ.get("SUDO_GID", "-1"))
+            # by open folders: paths could be made to lead elsewhere meanwhile
+            for _, folders, files, opened in os.fwalk(folder, topdown=False):
+                for each in (*folders, *files):
+                    os.chown(each, *owner, dir_fd=opened, follow_symlinks=False)
+            for path in made:
+                os.chown(path, *owner, follow_symlinks=False)

@@ -1,0 +1,135 @@
+"""``python -m experiments time-to-accuracy``: train, time, report."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments.options import seeds_of
+
+if TYPE_CHECKING:
+    from experiments.to_accuracy.run import Setting
+
+app = typer.Typer(
+    help="Seconds of training that each contender needs to a target accuracy, over emulated links.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Device(StrEnum):
+    """Where nets compute."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Driver(StrEnum):
+    """What trains."""
+
+    ddp = "ddp"
+    horovod = "horovod"
+
+
+RacesOption = Annotated[str, typer.Option(help="Trainings, with commas: mlp, cnn, resnet, transformer, lstm.")]
+ContendersOption = Annotated[
+    str, typer.Option(help="noop, dense, fp16, ddp_powersgd_r4, …, or METHOD[@key=value,…][:plain|:cancelled].")
+]
+DriverOption = Annotated[Driver, typer.Option(help="Who exchanges gradients.")]
+DeviceOption = Annotated[Device, typer.Option(help="cuda: one GPU that all ranks share, over NCCL; DDP only.")]
+FolderOption = Annotated[Path, typer.Option(help="Folder of the results.")]
+FOLDER = Path("runs/to-accuracy")
+CONTENDERS = (
+    "dense,fp16,ddp_powersgd_r1,ddp_powersgd_r2,ddp_powersgd_r4,"
+    "topk,topk@density=0.002,scalecom_48x,powersgd_r4,acpsgd_r4"
+)
+
+
+def _names(text: str, races: list[str]) -> list[str]:
+    """Return the contenders of a list, all of which the races' optimizers can have."""
+    from experiments.momentum import contenders
+    from experiments.to_accuracy.contenders import parse
+    from experiments.to_accuracy.races import RACES
+
+    if unknown := [race for race in races if race not in RACES]:
+        raise ValueError(f"unknown race {unknown[0]!r}; available: {', '.join(RACES)}")
+    names = contenders.split(text)
+    for race in races:
+        for name in names:
+            parse(name, RACES[race].task)
+    return names
+
+
+def _setting(folder: Path, driver: Driver, device: Device) -> Setting:
+    from experiments.to_accuracy.run import Setting
+
+    if device is Device.cuda and driver is not Driver.ddp:
+        raise ValueError("--device cuda: only DDP trains on a GPU here")
+    return Setting(folder, driver.value, device.value)
+
+
+@app.command()
+def train(
+    races: RacesOption = "mlp",
+    contenders: ContendersOption = CONTENDERS,
+    seeds: Annotated[str, typer.Option(help="Such as 1-5 or 1,3.")] = "1-3",
+    lrs: Annotated[
+        str, typer.Option(help="Factors of the learning rate; the best one of the first seed serves the others.")
+    ] = "1",
+    rate: Annotated[str | None, typer.Option(help="Train over emulated hosts with such links, and time it.")] = None,
+    driver: DriverOption = Driver.ddp,
+    device: DeviceOption = Device.cpu,
+    folder: FolderOption = FOLDER,
+) -> None:
+    """Train each contender once per seed. Trainings that have a result are skipped.
+
+    Accuracy per step does not depend on the link, so it is measured without one. --rate measures both at once, over
+    emulated hosts, and proves that.
+    """
+    from experiments.to_accuracy.run import train_all
+
+    chosen = races.split(",")
+    names, factors = _names(contenders, chosen), [float(word) for word in lrs.split(",")]
+    train_all(_setting(folder, driver, device), chosen, names, seeds_of(seeds), factors, rate)
+
+
+@app.command("time")
+def measure(
+    races: RacesOption = "mlp",
+    contenders: ContendersOption = f"noop,{CONTENDERS}",
+    rates: Annotated[str, typer.Option(help="Speeds of each host's link, with commas.")] = "100mbit,1gbit,10gbit",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
+    turn: Annotated[float, typer.Option(min=0.0, help="Seconds of a turn; it has two steps at least.")] = 2.0,
+    driver: DriverOption = Driver.ddp,
+    device: DeviceOption = Device.cpu,
+    folder: FolderOption = FOLDER,
+) -> None:
+    """Measure milliseconds per step, contenders in turns. Needs root. Keep the machine quiet."""
+    from experiments.to_accuracy.run import time_all
+
+    chosen = races.split(",")
+    time_all(_setting(folder, driver, device), chosen, _names(contenders, chosen), rates.split(","), rounds, turn)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path | None, typer.Option(help="Folder of the results. Default: the published ones.")] = None,
+    publish: Annotated[bool, typer.Option("--publish", help="Write experiments/results/to-accuracy.json.")] = False,
+) -> None:
+    """Print a table per training and link."""
+    import pandas as pd
+
+    from experiments.report import jsonl, results
+    from experiments.to_accuracy.report import comparisons, table
+
+    found = results.load("to-accuracy") if folder is None else pd.DataFrame(jsonl.read(folder / "results.jsonl"))
+    if not len(found):
+        raise ValueError(f"no results in {folder}")
+    for title, rows in comparisons(found):
+        print(f"### {title}\n\n{table(rows)}\n")
+    if publish:
+        results.save("to-accuracy", found)

@@ -1,0 +1,131 @@
+"""``python -m experiments quickstart``, ``run`` and ``report``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments.cluster.command import CountOption, DelayOption, RateOption, SlowOption
+from experiments.options import emulated_hosts, split
+
+if TYPE_CHECKING:
+    from experiments.cluster.hosts import Hosts
+    from experiments.training.experiment import Experiment
+
+
+class Driver(StrEnum):
+    """What exchanges gradients: Horovod over MPI or over Gloo, or PyTorch's DDP over gloo."""
+
+    horovod = "horovod"
+    gloo = "gloo"
+    ddp = "ddp"
+
+
+RanksOption = Annotated[int | None, typer.Option("-np", "--ranks", min=1, help="Ranks, instead of the file's.")]
+DriverOption = Annotated[
+    Driver | None, typer.Option(help="Horovod over MPI or Gloo, or DDP. Default: horovod, or ddp where it is missing.")
+]
+
+
+def quickstart(
+    driver: DriverOption = None,
+    ranks: RanksOption = None,
+    full: Annotated[bool, typer.Option("--full", help="More settings, and text: minutes more.")] = False,
+) -> None:
+    """Train a small net with and without compression, and compare bytes, accuracy and times: about a minute.
+
+    The table has the step's time as measured here, and as predicted for links of 100 Mbit/s, 1 and 10 Gbit/s.
+
+    Example: python -m experiments quickstart --driver ddp -np 4
+    """
+    from experiments.options import config_file
+    from experiments.training.experiment import Experiment
+
+    missing = [name for name in ("torch", "sklearn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the quickstart needs {' and '.join(missing)}: pip install 'hvdcompress[quickstart]'")
+    experiment = Experiment.open(config_file("quickstart", "experiments"))
+    few = [] if full else ["none", "fp16", "topk", "scalecom over 100x"]
+    _train(experiment.override(ranks, methods=few, tasks=[] if full else ["digits"]), driver)
+
+
+def run(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of one in configs/experiments.")],
+    ranks: RanksOption = None,
+    methods: Annotated[str | None, typer.Option(help="Only these methods of the file: labels, with commas.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Only these tasks of the file: labels, with commas.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps per run, instead of the file's.")] = None,
+    driver: DriverOption = None,
+    hosts: CountOption = None,
+    rate: RateOption = None,
+    slow: SlowOption = None,
+    delay: DelayOption = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results. Default: runs/NAME, or runs/NAME-2, …")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on in --out, or the newest: keep finished runs.")
+    ] = False,
+) -> None:
+    """Train every task with every method and seed of CONFIG on several ranks, and report.
+
+    Writes config.yaml, metrics/*.jsonl, log.txt, records.json, table.md and scores.svg. Ctrl-C ends every rank; what is
+    finished is kept.
+
+    Example: sudo python -m experiments run end_to_end --hosts 4 --rate 100mbit
+    """
+    from experiments.options import config_file
+    from experiments.training.experiment import Experiment
+
+    experiment = Experiment.open(config_file(config, "experiments"))
+    network = emulated_hosts(hosts, rate, slow, delay, ranks)
+    experiment = experiment.override(hosts or ranks, steps, split(methods), split(tasks))
+    _train(experiment, driver, network, out, resume)
+
+
+def _train(
+    experiment: Experiment,
+    driver: Driver | None,
+    network: Hosts | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+) -> None:
+    from experiments.cluster.launch import has_horovod, stoppable
+    from experiments.report.folders import choose, users_own
+    from experiments.training.report import publish
+    from experiments.training.run import check, prepare, train
+
+    driver = driver or (Driver.horovod if has_horovod() else Driver.ddp)
+    check(experiment, driver.value)
+    folder = choose(experiment.name if driver is Driver.horovod else f"{experiment.name}-{driver.value}", out, resume)
+    shared = "shared memory" if driver is Driver.horovod else "TCP on the loopback interface"
+    with users_own(folder), stoppable():
+        prepare(folder, experiment, driver.value, str(network or shared))
+        print(f"{experiment.name}: {len(experiment.runs())} runs on {experiment.ranks} ranks → {folder}", flush=True)
+        try:
+            with network or contextlib.nullcontext():
+                finished = train(experiment, folder, driver.value, network)
+        finally:
+            publish([folder], folder)
+    if not finished:
+        raise typer.Exit(1)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that `run` wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write. Default: RUN, or runs/compare for several.")] = None,
+) -> None:
+    """Make the table and the plot of a training again, or compare several.
+
+    Example: python -m experiments report runs/quickstart runs/quickstart-ddp
+    """
+    from experiments.training.report import publish
+
+    out = out or (runs[0] if len(runs) == 1 else Path("runs/compare"))
+    out.mkdir(parents=True, exist_ok=True)
+    publish(runs, out)

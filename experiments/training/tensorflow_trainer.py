@@ -1,0 +1,117 @@
+"""The TensorFlow training: ``digits_net`` with SGD, and the compression in the stock Horovod tape."""
+
+from __future__ import annotations
+
+import math
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+import hvdcompress
+from experiments.training.experiment import Run
+from experiments.training.tasks import Batch, Bytes, Images
+from hvdcompress.horovod.tensorflow import Compressor
+from hvdcompress.optimizers import SGD
+
+__all__ = ["TensorflowTrainer"]
+
+# one core per rank: threads of several ranks would fight for the same ones
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+class DigitsNet(tf.Module):
+    """``digits_net`` of ``models_torch.py``, as it is there; weights lie as TensorFlow wants them.
+
+    They are named as in PyTorch, so that a plan's rules match in both.
+    """
+
+    def __init__(self, data: Images, seed: int):
+        super().__init__()
+        channels, height, width = data.x.shape[1:]
+        self.flat = 64 * (height // 4) * (width // 4)
+        shapes = {
+            "0.weight": (3, 3, channels, 32),
+            "2.weight": (3, 3, 32, 64),
+            "5.weight": (3, 3, 64, 64),
+            "9.weight": (self.flat, 256),
+            "11.weight": (256, data.classes),
+        }
+        self.weights = {}
+        for number, (name, shape) in enumerate(shapes.items()):  # He's initialisation
+            start = tf.random.stateless_normal(shape, (seed, number), stddev=math.sqrt(2 / math.prod(shape[:-1])))
+            self.weights[name] = tf.Variable(start, name=name)
+        bound = 1 / math.sqrt(256)
+        start = tf.random.stateless_uniform((data.classes,), (seed, len(shapes)), -bound, bound)
+        self.weights["11.bias"] = tf.Variable(start, name="11.bias")
+
+    def __call__(self, x: tf.Tensor) -> tf.Tensor:
+        """Return logits [N, classes] of pictures [N, channels, height, width]."""
+        w = self.weights
+        x = tf.transpose(x, (0, 2, 3, 1))
+        x = tf.nn.relu(tf.nn.conv2d(x, w["0.weight"], 1, "SAME"))
+        x = tf.nn.max_pool2d(tf.nn.relu(tf.nn.conv2d(x, w["2.weight"], 1, "SAME")), 2, 2, "VALID")
+        x = tf.nn.max_pool2d(tf.nn.relu(tf.nn.conv2d(x, w["5.weight"], 1, "SAME")), 2, 2, "VALID")
+        x = tf.nn.relu(tf.reshape(x, (-1, self.flat)) @ w["9.weight"])
+        return x @ w["11.weight"] + w["11.bias"]
+
+
+class TensorflowTrainer:
+    """The net, SGD with momentum as PyTorch has it, and the stock Horovod tape with the compression inside it."""
+
+    def __init__(self, run: Run, data: Images | Bytes):
+        assert isinstance(data, Images)
+        self.model = DigitsNet(data, run.seed)
+        self.weights = list(self.model.weights.values())
+        self.velocity = [tf.Variable(tf.zeros_like(weight)) for weight in self.weights]
+        self.momentum, self.decay = run.task.momentum, run.task.weight_decay
+        plan = hvdcompress.load({"seed": run.seed, **run.method.settings})
+        self.compressor = Compressor(plan, names=list(self.model.weights), optimizer=SGD(run.task.momentum))
+        hvd.broadcast_variables(self.weights, root_rank=0)
+        x, y = map(tf.constant, next(data.batches(0, 1, 0, run.task.batch_size)))
+        # traced before the first step, so that the compressor knows its tensors
+        self.graph = tf.function(self._step).get_concrete_function(x, y, tf.TensorSpec((), tf.float32))
+        self.alone = tf.function(self._gradients)
+        self.scores = tf.function(self._scores, reduce_retracing=True)
+        self.alone(x, y)
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Return all parameters by name."""
+        return {name: weight.numpy() for name, weight in self.model.weights.items()}
+
+    def _loss(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, self.model(x)))
+
+    def _gradients(self, x: tf.Tensor, y: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = self._loss(x, y)
+        return tape.gradient(loss, self.weights)
+
+    def _step(self, x: tf.Tensor, y: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = self._loss(x, y)
+        tape = hvd.DistributedGradientTape(tape, compression=self.compressor)
+        gradients = tape.gradient(loss, self.weights)
+        for weight, velocity, gradient in zip(self.weights, self.velocity, gradients, strict=True):
+            velocity.assign(self.momentum * velocity + gradient + self.decay * weight)
+            weight.assign_sub(rate * velocity)
+        return loss
+
+    def _scores(self, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        logits = self.model(x)
+        nll = tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+        return nll, tf.reduce_sum(tf.cast(tf.argmax(logits, 1) == y, tf.float32))
+
+    def step(self, batch: Batch, rate: float) -> float:
+        """Forward, backward, exchange, update; return this rank's loss."""
+        return float(self.graph(tf.constant(batch[0]), tf.constant(batch[1]), tf.constant(rate, tf.float32)))
+
+    def compute(self, batch: Batch) -> None:
+        """Forward and backward, without the tape of Horovod."""
+        self.alone(tf.constant(batch[0]), tf.constant(batch[1]))[0].numpy()
+
+    def evaluate(self, batch: Batch) -> tuple[float, float]:
+        """Return sums over a batch: negative log-likelihood, correct."""
+        nll, correct = self.scores(tf.constant(batch[0]), tf.constant(batch[1]))
+        return float(nll), float(correct)

@@ -1,0 +1,106 @@
+"""The decision: dense training, the framework's own 16 bits, or one of our methods; and what to do, in words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from hvdcompress.cli.advise.measure import Measured
+from hvdcompress.cli.advise.ranks import ALONE, DENSE
+from hvdcompress.cli.console import duration
+
+LITTLE = 0.05  #: part of a step that a method has to save; the threshold is ours
+HEADERS = 66 / 1448  #: bytes of TCP, IP and Ethernet headers for each byte of payload
+
+
+def choose(found: Sequence[Measured]) -> Measured:
+    """Return the fastest contender that did not lose a trial, or a simpler one if it is nearly as fast.
+
+    Dense training is the simplest one, then the framework's own 16 bits, then ours.
+    """
+    alone, dense = named(found, ALONE), named(found, DENSE)
+    able = [one for one in found if not one.lost and one is not alone]
+    best = min(able, key=lambda one: one.seconds)
+    sixteen = [one for one in able if one is not dense and one.contender.plan is None]
+    sixteen += [one for one in able if one.contender.plan and one.contender.plan.program.main.id in ("fp16", "bf16")]
+    best = next((one for one in sixteen if one.seconds <= best.seconds * (1 + LITTLE)), best)
+    is_worth_it = min(best.gain(dense), alone.gain(dense)) > LITTLE
+    return best if is_worth_it and _is_sure(best, dense) else dense
+
+
+def explain(found: Sequence[Measured], best: Measured, untrained: str) -> str:
+    """Return the verdict and its reasons; ``untrained`` says why no losses were compared, if they were not."""
+    alone, dense = named(found, ALONE), named(found, DENSE)
+    if best is not dense:
+        times = f"{duration(best.seconds)} instead of {duration(dense.seconds)}"
+        words = f"compress with {best.label}{'' if best.trial else ', if its loss keeps up'}: a step takes {times}."
+        caution = f"Losses were not compared, because {untrained}; a method with shorter steps can need more of them."
+        return f"{words} {best.trial.conclusion() if best.trial else caution}"
+    exchange = f"the exchange takes {_percent(max(0.0, alone.gain(dense)))} of a dense step"
+    if alone.gain(dense) <= LITTLE:
+        return f"do not compress: {exchange}, so there is nothing to gain."
+    others = sorted((one for one in found if one not in (alone, dense)), key=lambda one: one.seconds)
+    if trials := [one.trial for one in others if one.trial and one.lost]:
+        return f"do not compress: shorter steps did not pay. {' '.join(trial.conclusion() for trial in trials)}"
+    fastest = others[0]
+    gain = fastest.gain(dense)
+    if gain > LITTLE and not _is_sure(fastest, dense):
+        return (
+            f"do not compress: {fastest.label} seems to make a step {_percent(gain)} shorter, but the steps vary by "
+            "more than that. Measure on an idle machine, or with more --rounds."
+        )
+    change = f"{_percent(abs(gain))} {'shorter' if gain > 0 else 'longer'}"
+    return (
+        f"do not compress: {fastest.label}, the fastest contender, makes a step {change}; less than {_percent(LITTLE)} "
+        f"is not worth it. As {exchange}, larger batches or gradient accumulation may help: they exchange less often."
+    )
+
+
+def how_to(best: Measured, driver: str) -> str:
+    """Return the lines of the user's script that apply the verdict; empty for dense training."""
+    plan, settings = best.contender.plan, dict(best.contender.settings)
+    if best.label == DENSE:
+        return ""
+    if plan is None and driver == "DDP":
+        hooks = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+        return f"from {hooks} import fp16_compress_hook\nmodel.register_comm_hook(None, fp16_compress_hook)"
+    if plan is None:
+        return "optimizer = hvd.DistributedOptimizer(optimizer, …, compression=hvd.Compression.fp16)"
+    words = ", ".join([f'"{settings.pop("method")}"', *(f"{key}={value!r}" for key, value in settings.items())])
+    if driver == "DDP":
+        return f"hvdcompress.ddp.attach(model, {words}, optimizer=optimizer)"
+    return f"optimizer = hvdcompress.horovod.torch.attach(optimizer, model.named_parameters(), {words})"
+
+
+def parse_rate(text: str) -> float:
+    """Return the bits per second of a link such as "2.5gbit"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text.strip())
+    if not match or not float(match[1]):
+        raise ValueError(f"--link {text}: write a rate such as 100mbit, 1gbit or 2.5gbit")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def predict(found: Sequence[Measured], rate: float) -> dict[str, float]:
+    """Return {label: seconds of a step} over links of ``rate`` bits per second.
+
+    Measured computing and codec time, plus the ledger's bytes at the rate of the link. This assumes a link for each
+    rank, rings, no latency, and that nothing overlaps with the backward pass.
+    """
+    computing = named(found, ALONE).seconds
+    return {one.label: computing + one.codec + 8 * one.on_wire * (1 + HEADERS) / rate for one in found}
+
+
+def named(found: Sequence[Measured], label: str) -> Measured:
+    """Return the contender of this name."""
+    return next(one for one in found if one.label == label)
+
+
+def _is_sure(one: Measured, dense: Measured) -> bool:
+    """Return whether a contender is faster by more than the steps vary."""
+    low = one.gains(dense).low
+    return one.quartiles[2] < dense.quartiles[0] if math.isnan(low) else low > 0
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
