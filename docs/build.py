@@ -58,9 +58,9 @@ AREAS: dict[str, str] = {
     "momentum": "pages:momentum",
     "momentum-results": "pages:momentum_results",
     "results": "pages:results_page",
-    "reliability": "pages:reliability",
     "bench": "experiments.bench.pages:context",
     "scale": "experiments.cost_model.pages:context",
+    "reliability": "pages:reliability",
     **{f"papers/{name}": "experiments.papers.page:published" for name in ("README", *PAPERS)},
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"

@@ -25,10 +25,10 @@ import numpy as np
 import typer
 
 from experiments import phases
-from experiments.commands.shared import RUNS, methods_of
 from experiments.configfile import MethodEntry
-from experiments.output.gradients import Gradients, load, save
+from experiments.options import methods_of
 from experiments.report import numbers, results, tables
+from experiments.training.gradients import Gradients, load, save
 from hvdcompress.loopback import Loopback
 
 __all__ = ["Gradients", "compare", "load", "measure", "save"]
@@ -104,14 +104,16 @@ def compare(
         typer.Option(help="An experiment: a YAML file or a packaged one's name. Default: every method as it comes."),
     ] = None,
     methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for one-exchange.json.")] = RUNS,
+    out: Annotated[Path, typer.Option(help="Folder for one-exchange.json.")] = Path("runs"),
 ) -> None:
     """Show how each method performs on saved gradients: error, cosine, bytes and compression ratio.
 
     The error of one exchange is the median over the steps, with its quartiles and the medians of the early, middle and
     late third of them. Where the gradients' norm collapses, a warning says so.
+
+    Example: python -m experiments compare gradients.safetensors --methods topk,scalecom
     """
-    entries, given = methods_of(config, methods, ["comparison", "experiment"]), load(gradients)
+    entries, given = methods_of(config, methods, "bench", "experiments"), load(gradients)
     records = [measure(entry, given) for entry in entries]
     written = results.save("one-exchange", records, out, gradients=str(gradients))
     shares = ("one_exchange", "low", "high", *phases.PHASES, "whole_run")

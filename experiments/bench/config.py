@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,8 +17,8 @@ from experiments import nets
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import Rate, slow_hosts
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
-from experiments.output import gradients as saved
 from experiments.report.numbers import number
+from experiments.training import gradients as saved
 from hvdcompress.registry import suggest
 
 __all__ = ["BASELINES", "LOOPBACK", "Bench", "Contender", "Turn"]
@@ -28,6 +28,18 @@ Over = Literal["ring", "mpi", "gloo", "ddp", "mpi4py"]
 BASELINES = tuple(f"{kind} {where}" for where in ("ring", "mpi", "gloo", "ddp") for kind in ("none", "fp16"))
 BASELINES += ("powersgd ddp",)
 LOOPBACK = "loopback"  #: the rate of a benchmark without emulated hosts
+
+
+def known_baseline(name: str, device: str) -> None:
+    """Check a baseline's name.
+
+    Raises:
+        ValueError: it is unknown, or cannot have gradients on that device.
+    """
+    if name not in BASELINES:
+        raise ValueError(f"unknown {name!r}{suggest(name, list(BASELINES))}; known: {', '.join(BASELINES)}")
+    if device == "cuda" and not name.endswith(" ddp"):
+        raise ValueError("must be over ddp where device is cuda")
 
 
 class GradientSet(BaseModel):
@@ -139,24 +151,15 @@ class Bench(ConfigFile):
         for at, one in enumerate(self.sets):
             check(("sets", at), one.tensors)
         for at, entry in enumerate(self.methods):
-            if "train" in entry.settings:
-                raise self.error(("methods", at, "train"), "nothing is trained here: remove the key")
-            if entry.over == "ddp" and entry.alone:
-                raise self.error(("methods", at, "alone"), "not over ddp: remove the key")
             if self.device == "cuda" and entry.over != "ddp":
                 raise self.error(("methods", at, "over"), "must be ddp where device is cuda")
             self._check_plan(at, entry.settings)
         for at, rate in enumerate(self.rates):
             if rate != LOOPBACK:
                 check(("rates", at), Rate.parse, rate)
-        for at, words in enumerate(self.slow):
-            check(("slow", at), lambda words=words: Hosts(self.hosts, "1gbit", slow_hosts([words])))
+        check(("slow",), lambda: Hosts(self.hosts, "1gbit", slow_hosts(self.slow)))
         for at, name in enumerate(self.baselines):
-            if name not in BASELINES:
-                hint = suggest(name, list(BASELINES))
-                raise self.error(("baselines", at), f"unknown {name!r}{hint}; known: {', '.join(BASELINES)}")
-            if self.device == "cuda" and not name.endswith(" ddp"):
-                raise self.error(("baselines", at), "must be over ddp where device is cuda")
+            check(("baselines", at), known_baseline, name, self.device)
 
     def contenders(self) -> list[Contender]:
         """Return the contenders, in the order of the tables."""
@@ -218,6 +221,8 @@ class Bench(ConfigFile):
 class Turn:
     """A few exchanges of one contender, one after the other."""
 
+    KEY: ClassVar = ("rate", "set", "contender", "round")  #: what identifies a turn among the results
+
     rate: str
     set: GradientSet
     contender: Contender
@@ -225,8 +230,8 @@ class Turn:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Return what identifies the turn among the results."""
-        return {"rate": self.rate, "set": self.set.label, "contender": self.contender.label, "round": self.round}
+        """Return the values of :data:`KEY`."""
+        return dict(zip(self.KEY, (self.rate, self.set.label, self.contender.label, self.round), strict=True))
 
     def __str__(self) -> str:
         return f"{self.contender.label} on {self.set.label} at {self.rate}, round {self.round + 1}"

@@ -131,12 +131,12 @@ def points(noise=0.0, world_sizes=(2, 3, 4)):
 
 
 def test_the_fit_recovers_the_constants():
-    assert model.fit(points()) == pytest.approx(TRUTH, rel=1e-6)
+    assert fitted.fit_constants(points()) == pytest.approx(TRUTH, rel=1e-6)
     with pytest.raises(ValueError, match="5 measured exchanges are too few"):
-        model.fit(points()[:5])
+        fitted.fit_constants(points()[:5])
     odd = points()
     odd["seconds"] /= 1 + odd["rounds"]
-    assert min(model.fit(odd).values()) >= 0
+    assert min(fitted.fit_constants(odd).values()) >= 0
 
 
 def test_errors_are_those_of_exchanges_that_the_fit_had_not_seen():
@@ -152,7 +152,7 @@ def test_errors_are_those_of_exchanges_that_the_fit_had_not_seen():
 @pytest.mark.parametrize("driver", ["horovod", "mpi4py"])
 def test_the_published_fit_is_that_of_its_points(driver):
     published = Fitted.open(driver)
-    assert model.fit(published.points) == pytest.approx(published.constants, rel=1e-9, abs=1e-12)
+    assert fitted.fit_constants(published.points) == pytest.approx(published.constants, rel=1e-9, abs=1e-12)
     again = fitted.hold_out(published.points)
     assert {name: one["which"] for name, one in again.items()} == {
         name: one["which"] for name, one in published.held_out.items()
@@ -164,7 +164,7 @@ def test_a_fit_is_read_as_it_was_written(tmp_path):
     given.save(tmp_path)
     read = Fitted.open("mpi4py", tmp_path)
     assert (read.constants, read.codecs) == (given.constants, given.codecs)
-    assert model.fit(read.points) == pytest.approx(TRUTH, rel=1e-5)
+    assert fitted.fit_constants(read.points) == pytest.approx(TRUTH, rel=1e-5)
     with pytest.raises(FileNotFoundError):
         Fitted.open("horovod", tmp_path)
 
