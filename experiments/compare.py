@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import typer
 
 from experiments import phases
@@ -61,16 +62,16 @@ def measure(entry: MethodEntry, gradients: Gradients) -> dict[str, Any]:
         cosines.append(_cosine(out, mean) if compressed else math.nan)
     some = any(compressed for _, compressed in errors)  # else the method sends everything, always
     each = [error if compressed or not some else math.nan for error, compressed in errors]
-    spread, thirds = phases.spread(each), phases.by_phase(each)
+    low, middle, high = pd.Series(each, dtype=float).quantile([0.25, 0.5, 0.75])
     whole = None
     if plan.program.main.feedback != "momentum":
         whole = _error(np.sum(outs, axis=0), np.sum(means, axis=0))
     return {
         "method": entry.label,
-        "one_exchange": spread.median if spread else math.nan,
-        "low": spread.low if spread else math.nan,
-        "high": spread.high if spread else math.nan,
-        **{name: third.median if third else math.nan for name, third in thirds.items()},
+        "one_exchange": middle,
+        "low": low,
+        "high": high,
+        **phases.by_phase(each),
         "steps": sum(not math.isnan(error) for error in each),
         "cosine": float(np.nanmedian(cosines)) if some else 1.0,
         "whole_run": whole,

@@ -25,7 +25,7 @@ from experiments.bench.lockstep import PARTS, draw, time_steps
 from hvdcompress import registry
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.parts import select
-from hvdcompress.plan import BY_NAME, Plan, PlanError, load, settings_of
+from hvdcompress.plan import BY_NAME, Plan, load, settings_of
 
 __all__ = ["PARTS", "asked_for", "ddp_powersgd", "grace_topk", "measure", "run", "tensors_of"]
 
@@ -39,10 +39,7 @@ Call = Callable[[Any], Any]
 
 
 def asked_for(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Read methods as a user names them, such as "topk" or "topk density=0.001 values=fp16".
-
-    Args:
-        words: the methods; all methods if it is empty.
+    """Read methods as a user names them, such as "topk" or "topk density=0.001 values=fp16"; all methods for none.
 
     Returns:
         Plans by label.
@@ -54,13 +51,8 @@ def asked_for(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     for text in words or registry.available():
         id, *pairs = text.replace(",", " ").split() or [""]
         usual = {"density": DENSITY} if "density" in registry.get(id).hyperparameters() else {}
-        plan = {"method": id, **usual, **SETTINGS.get(id, {})}
-        try:
-            plan |= settings_of(pairs)
-            load(plan)
-        except PlanError as error:
-            raise ValueError(f"{text!r}: {error}") from None
-        found[" ".join([id, *pairs])] = plan
+        found[" ".join([id, *pairs])] = plan = {"method": id, **usual, **SETTINGS.get(id, {}), **settings_of(pairs)}
+        load(plan)
     return found
 
 

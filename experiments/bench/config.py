@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from experiments import nets
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.rates import Rate, slow_hosts
+from experiments.cluster.rates import Rate
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
 from experiments.report.numbers import number
 from experiments.training import gradients as saved
@@ -63,13 +63,12 @@ class GradientSet(BaseModel):
             ValueError: neither a net nor gradients are given, or no tensor matches.
             FileNotFoundError: there is no such file.
         """
-        if self.net is not None and self.gradients is None:
-            found = nets.get(self.net)
-        elif self.net is None and self.gradients is not None:
-            first = saved.load(Path(self.gradients))[0][0]
-            found = {name: tuple(array.shape) for name, array in first.items()}
-        else:
+        if (self.net is None) == (self.gradients is None):
             raise ValueError("give either net or gradients")
+        if self.gradients is not None:
+            found = {name: tuple(array.shape) for name, array in saved.load(Path(self.gradients))[0][0].items()}
+        else:
+            found = nets.get(self.net or "")
         kept = {n: s for n, s in found.items() if not self.only or any(fnmatchcase(n, glob) for glob in self.only)}
         if not kept:
             raise ValueError(f"no tensor matches {', '.join(self.only)}; there are {', '.join(list(found)[:5])}, …")
@@ -119,10 +118,6 @@ class Bench(ConfigFile):
     """Emulated hosts, with one rank each."""
     rates: list[str] = Field(["100mbit", "1gbit"], min_length=1)
     """Of their links; "loopback": no emulated hosts."""
-    slow: list[str] = []
-    """Hosts with a rate of their own: ``3=10mbit``."""
-    delay: str | None = None
-    """How much later each frame arrives, such as 1ms; needs netem in the kernel."""
     awake: bool = False
     """Whether the ranks of other transports run while a contender is measured. By default they are stopped (SIGSTOP):
     Horovod and MPI poll even while they wait, and take CPU time from the ranks that compute."""
@@ -157,7 +152,6 @@ class Bench(ConfigFile):
         for at, rate in enumerate(self.rates):
             if rate != LOOPBACK:
                 check(("rates", at), Rate.parse, rate)
-        check(("slow",), lambda: Hosts(self.hosts, "1gbit", slow_hosts(self.slow)))
         for at, name in enumerate(self.baselines):
             check(("baselines", at), known_baseline, name, self.device)
 
@@ -199,7 +193,7 @@ class Bench(ConfigFile):
 
     def hosts_at(self, rate: str) -> Hosts | None:
         """Return the emulated hosts with links of that rate, not up yet; None for loopback."""
-        return None if rate == LOOPBACK else Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay, self.pin)
+        return None if rate == LOOPBACK else Hosts(self.hosts, rate, pin=self.pin)
 
     def turns(self) -> list[Turn]:
         """Return every turn in the order in which they are taken.

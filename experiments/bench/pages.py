@@ -79,12 +79,17 @@ def _triples(frame: pd.DataFrame) -> pd.Series:
     return found.reindex(BEST)
 
 
+def _wide(frame: pd.DataFrame, index: str, columns: str) -> pd.DataFrame:
+    """Return the texts of the column "cell" as a table."""
+    wide = frame.pivot_table("cell", index, columns, "first", sort=False)
+    return wide.rename_axis(None, axis=1).rename_axis("").reset_index()
+
+
 def _by_rate(frame: pd.DataFrame, contenders: list[str]) -> pd.DataFrame:
     """Return a table of contenders by rate: seconds, and how many times as fast as the best dense all-reduce."""
-    cells = frame["seconds"].map(seconds_of) + " (" + frame["speed_up"].map(rate_of) + ")"
-    wide = frame.assign(cell=cells, rate=_rates(frame)).pivot_table("cell", "contender", "rate", "first", sort=False)
-    found = wide.loc[contenders].rename(BASELINES)
-    return found.rename_axis(None, axis=1).rename_axis("").reset_index()
+    rows = frame.set_index("contender").loc[contenders].rename(BASELINES).reset_index()
+    cells = rows["seconds"].map(seconds_of) + " (" + rows["speed_up"].map(rate_of) + ")"
+    return _wide(rows.assign(cell=cells, rate=_rates(rows)), "contender", "rate")
 
 
 def _parts(frame: pd.DataFrame) -> pd.DataFrame:
@@ -96,14 +101,12 @@ def _parts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _to_loss() -> pd.DataFrame:
-    """Return the share of dense training's seconds until the loss, per task and rate, for the lower losses."""
+    """Return the share of dense training's seconds until the lower of two losses, per method, task and rate."""
     frame = results.load("bench-training")
-    frame = frame[((frame["task"] == "digits") & (frame["loss"] == 0.02)) | (frame["loss"] == 2.4)]
-    places = frame["task"].map({"digits": "0.5 MB", "bytes": "1.9 MB"}) + ", " + frame["rate"].map(RATES)
-    frame = frame[frame["rate"] != "10gbit"]
-    shares = frame.assign(place=places, cell=frame["share"].map(lambda share: f"{100 * share:.0f} %"))
-    wide = shares[shares["method"] != "none"].pivot_table("cell", "method", "place", "first", sort=False)
-    return wide.rename_axis(None, axis=1).rename_axis("").reset_index()
+    frame = frame[frame["loss"].isin([0.02, 2.4]) & (frame["rate"] != "10gbit") & (frame["method"] != "none")]
+    places = frame["task"].map({"digits": "0.5 MB", "bytes": "1.9 MB"}) + ", " + _rates(frame)
+    shares = frame["share"].map(lambda share: f"{100 * share:.0f} %")
+    return _wide(frame.assign(place=places, cell=shares), "method", "place")
 
 
 def _codec() -> pd.DataFrame:

@@ -103,15 +103,6 @@ def time_codec(method: Method) -> Codec:
             seconds = statistics.median(map(sum, zip(*spent.values(), strict=True)))
             features = model.gathered(requests(method, last_phase(method), world_size, spec), world_size)
             rows.append((1.0, spec.size, *features, seconds))
-    return fit_codec(rows)
-
-
-def fit_codec(rows: Sequence[tuple[float, ...]]) -> Codec:
-    """Return a codec's constants.
-
-    Args:
-        rows: tensors, elements, gathered payloads, their bytes, and the seconds that these took.
-    """
     table = np.array(rows)
     return Codec(*least_squares(table[:, :4], table[:, 4]))
 

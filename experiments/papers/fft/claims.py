@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -238,6 +239,7 @@ def training(rows: pd.DataFrame) -> Verdict:
             cells[f"θ {plan} converges", words] = list(gaps[plan][net] >= -POINTS)
         cells["a lowered θ recovers", words] = list(regained[net] >= REGAINED)
     rows = rows.merge(gaps.stack().rename("gap").reset_index(), how="left")
+    rows["loss"] = [each[-1] if each else math.nan for each in rows["losses"]]
     table = over_seeds(rows, ["net", "plan"], ["value", "gap", "loss", "ratio"])
     losses = rows.assign(part=[list(range(1, len(each) + 1)) for each in rows["losses"]]).explode(["part", "losses"])
     losses = losses.astype({"part": float, "losses": float})
@@ -247,7 +249,7 @@ def training(rows: pd.DataFrame) -> Verdict:
         f"{LARGE:g} {spread(gaps[falling[1]])}, from {THETA:g} {spread(gaps[falling[0]])}; lowered from {LARGE:g} to "
         f"{HALVED:g} halfway {spread(gaps[lowered])}, which regains {spread(regained, percent)}.",
         {"Held-out accuracy, %, its gap to dense, the last twentieth's loss, and the compression ratio": table},
-        plots.lines(losses, "part", "losses", "plan", "net", {}, logarithmic),
+        plots.lines(losses, "part", "losses", "plan", "net", {"part": "twentieth of the training"}, logarithmic),
         "Training loss with θ by schedule: mean and range of seeds.",
         "*recovery* is the method's own trigger: the density grows fourfold whenever a step's loss is more than half "
         "above the best so far. A single step's loss is noisy, so it acts often, and the ratio falls. *feedback* is "

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from experiments import nets
 from experiments.__main__ import app
-from experiments.bench import codec
+from experiments.bench import codec, ops
 from experiments.bench.devices import Cpu, Tensors
 from experiments.bench.lockstep import PARTS, WARM, Lockstep, draw, time_steps, warm_steps
 from hvdcompress import available, load
@@ -87,6 +87,12 @@ def test_every_method_does_its_real_work():
 def test_time_steps_times_so_many_runs():
     found = time_steps(load({"method": "topk", "min_elements": 1}), SPECS, 2, runs=3)
     assert list(found) == list(PARTS) and all(len(runs) == 3 and min(runs) > 0 for runs in found.values())
+
+
+def test_array_ops_are_timed_in_copies():
+    frame = ops.measure(2000, 1, "cpu")
+    assert set(frame["op"]) == set(ops.cases(2000, lambda x: x))
+    assert (frame[["numpy", "numba", "ratio"]] > 0).all(axis=None)
 
 
 @needs_torch

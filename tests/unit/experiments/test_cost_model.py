@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 import hvdcompress
 from experiments import nets
 from experiments.__main__ import app
+from experiments.bench.config import Bench
 from experiments.cost_model import fitted, imagined, model, scale
 from experiments.cost_model.fitted import Fitted
 from experiments.cost_model.model import Codec
+from experiments.report import jsonl, results
 from experiments.training.experiment import Experiment
 from hvdcompress import registry
 from hvdcompress.loopback import Loopback
@@ -169,6 +171,20 @@ def test_a_fit_is_read_as_it_was_written(tmp_path):
         Fitted.open("horovod", tmp_path)
 
 
+def test_a_fit_reads_the_exchanges_of_a_benchmark(tmp_path):
+    sets = [{"net": "resnet32", "label": "tiny", "only": ["layer1.0.*"]}]
+    bench = Bench.open({"sets": sets, "methods": ["fp16"], "hosts": 2, "baselines": ["none ring", "fp16 ring"]})
+    bench.save(tmp_path / "config.yaml")
+    for turn in bench.turns():
+        one = {"kind": turn.contender.kind, "exchanges": [{"seconds": 0.5}], "interface": 1.0}
+        jsonl.append(tmp_path / "turns.jsonl", {**turn.key, **one})
+    found = fitted.fit([tmp_path, results.save("measured", points(), tmp_path)])
+    own = found.points[found.points["set"] == "tiny"]
+    assert sorted(own["label"]) == ["fp16", "fp16", "none ring", "none ring"], "fp16 ring is not modelled"
+    assert (own["seconds"] == 0.5).all() and set(own["rate"]) == {1e8, 1e9} and "fp16" in found.codecs
+    assert own[own["label"] == "none ring"]["sent"].unique() == [4 * nets.total(bench.sets[0].tensors())]
+
+
 def test_a_codec_is_timed():
     codec = fitted.time_codec(plan_of("fp16").program.main)
     assert min(codec) >= 0 and 1e-5 < codec.tensor + (1 << 20) * codec.element < 1
@@ -212,13 +228,11 @@ def test_tensors_of_a_file(tmp_path):
     (tmp_path / "net.yaml").write_text("a: [3, 4]\nb: [5]")
     assert scale.tensors_of(str(tmp_path / "net.yaml")) == {"a": (3, 4), "b": (5,)}
     (tmp_path / "net.yaml").write_text("a: [3, x]")
-    with pytest.raises(ValueError, match="is not a shape"):
+    with pytest.raises(ValueError, match="must hold names and shapes"):
         scale.tensors_of(str(tmp_path / "net.yaml"))
 
 
 def test_the_command_fits_predicts_and_writes(tmp_path):
-    from experiments.report import results
-
     measured = results.save("measured", points(), tmp_path)
     words = ["scale", "--set", "resnet32", "--methods", "topk 0.5 %,scalecom 100x", "--rate", "10mbit,1gbit"]
     done = CliRunner().invoke(app, [*words, "--fit", str(measured), "--out", str(tmp_path)])
