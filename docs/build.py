@@ -13,6 +13,8 @@ An area of the experiments adds a page in three steps:
    ``experiments/results/*.json`` (``experiments.report.results.load``), and measures nothing.
 3. Name the function in ``AREAS``. It is imported only when one of its pages is built.
 
+A function may also return the whole text of a page, a string; then there is no template.
+
 Variables may be numbers, strings, lists, data frames (``{{ frame | table }}``,
 ``{{ frame | table(time=seconds_of, sent=num_bytes) }}``) or pictures. A picture is a matplotlib figure of
 ``report.plots``; it is written to ``docs/PAGE-VARIABLE.svg``, and the template sees the path relative to the page:
@@ -33,7 +35,6 @@ import difflib
 import os
 import re
 import sys
-from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,26 +47,29 @@ ROOT = DOCS.parent
 TEMPLATES = DOCS / "templates"
 sys.path[:0] = [str(ROOT), str(DOCS)]
 
+from experiments.papers.page import PAPERS  # noqa: E402
 from experiments.report import numbers, plots, results, tables  # noqa: E402
 from hvdcompress import registry  # noqa: E402
 
-#: Pattern of pages -> "module:function", which takes the page's name and returns the template's variables.
+#: Page -> "module:function", which takes the page's name and returns the template's variables or the page's text.
 AREAS: dict[str, str] = {
-    "papers/*": "experiments.papers.page:variables",
     "README": "pages:readme",
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
+    "momentum-results": "pages:momentum_results",
     "results": "pages:results_page",
-    "reliability": "pages:reliability",
     "bench": "experiments.bench.pages:context",
     "scale": "experiments.cost_model.pages:context",
+    "reliability": "pages:reliability",
+    **{f"papers/{name}": "experiments.papers.page:published" for name in ("README", *PAPERS)},
 }
-NOTE = "<!-- Made by docs/build.py: change docs/templates/{}.md instead. -->\n"
+NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"
 
 
 def pages() -> list[str]:
     """Return the names of all generated pages: ``README``, ``bench``, ``papers/fft``."""
-    return sorted(str(path.relative_to(TEMPLATES).with_suffix("")) for path in TEMPLATES.rglob("*.md"))
+    templates = {str(path.relative_to(TEMPLATES).with_suffix("")) for path in TEMPLATES.rglob("*.md")}
+    return sorted(templates | set(AREAS))
 
 
 def path_of(page: str) -> Path:
@@ -73,13 +77,11 @@ def path_of(page: str) -> Path:
     return (ROOT if page == "README" else DOCS) / f"{page}.md"
 
 
-def variables(page: str) -> dict[str, Any]:
-    """Return what the page's area gives to its template."""
-    for pattern, target in AREAS.items():
-        if fnmatch(page, pattern):
-            module, _, function = target.partition(":")
-            return dict(getattr(import_module(module), function)(page))
-    return {}
+def variables(page: str) -> dict[str, Any] | str:
+    """Return what the page's area gives to its template, or the text of the page."""
+    module, _, function = AREAS.get(page, "").partition(":")
+    found: dict[str, Any] | str = getattr(import_module(module), function)(page) if module else {}
+    return found
 
 
 def build(page: str) -> dict[Path, str]:
@@ -87,13 +89,15 @@ def build(page: str) -> dict[Path, str]:
     target = path_of(page)
     files: dict[Path, str] = {}
     given = variables(page)
+    if isinstance(given, str):
+        return {target: NOTE.format(AREAS[page].partition(":")[0].replace(".", "/")) + given}
     for name, value in given.items():
         if isinstance(value, Figure):
             picture = target.with_name(f"{target.stem}-{name.replace('_', '-')}.svg")
             files[picture] = plots.svg(value)
             given[name] = picture.name
     rendered = environment(target).get_template(f"{page}.md").render(given)
-    files[target] = NOTE.format(page) + rendered
+    files[target] = NOTE.format(f"docs/templates/{page}.md") + rendered
     return files
 
 

@@ -12,7 +12,7 @@ Each paper is a folder with a ``claims.py``, whose ``PAPER`` lists its claims. T
    frame, with the units' labels as columns, and returns a :class:`~experiments.papers.claims.Verdict`.
    ``claims.judge`` makes the outcome from whether the rule is met, per condition and seed.
 
-A new paper is also named in ``claims.PAPERS``. ``gaussiank`` is the example to copy.
+A new paper is also named in ``page.PAPERS``. ``gaussiank`` is the example to copy.
 
 ``run.py`` measures and writes ``papers-PAPER.json``; ``page.py`` makes the page from that file and nothing else. To
 publish a measurement, copy its ``papers-PAPER.json`` to ``experiments/results`` and its pictures to ``docs/papers``,

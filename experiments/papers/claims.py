@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from experiments.papers.page import PAPERS
 from experiments.papers.units import Unit
 from experiments.report.numbers import number
 from experiments.report.tables import MISSING
@@ -21,7 +22,6 @@ from hvdcompress.registry import suggest
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAPERS = ("scalecom", "gradiveq", "fft", "gaussiank")
 LISTED = 6  #: conditions met that an outcome names, where it could name fewer that are not met
 
 Record = dict[str, Any]

@@ -12,7 +12,9 @@ import jinja2
 
 from experiments.report import results
 
-__all__ = ["brief", "overview", "page", "variables"]
+PAPERS = ("scalecom", "gradiveq", "fft", "gaussiank")
+
+__all__ = ["PAPERS", "brief", "overview", "page", "published"]
 
 
 def page(found: Mapping[str, Any], data: str = "") -> str:
@@ -36,13 +38,13 @@ def overview(papers: Iterable[Mapping[str, Any]]) -> str:
     return _template("overview.md.j2").render(papers=list(papers))
 
 
-def variables(name: str) -> dict[str, str]:
-    """Return the only variable of a template of ``docs/templates/papers``: the whole page, of published results."""
+def published(name: str) -> str:
+    """Return the page ``papers/PAPER`` of the documentation, or ``papers/README``, from published results."""
     id = Path(name).name
+    found = {each: json.loads((results.FOLDER / f"papers-{each}.json").read_text(encoding="utf-8")) for each in PAPERS}
     if id == "README":
-        return {"page": overview(json.loads(file.read_text()) for file in sorted(results.FOLDER.glob("papers-*.json")))}
-    file = results.FOLDER / f"papers-{id}.json"
-    return {"page": page(json.loads(file.read_text(encoding="utf-8")), f"../../experiments/results/{file.name}")}
+        return overview(found.values())
+    return page(found[id], f"../../experiments/results/papers-{id}.json")
 
 
 def brief(record: Mapping[str, Any]) -> str:

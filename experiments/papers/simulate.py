@@ -129,13 +129,17 @@ def train(
     return Trained(losses, value, net.ledger.compression_ratio(ranks - 1), wire_ratio(net), rows)
 
 
-def accuracy(task: Settings, method: Settings, ranks: int, seed: int, momentum: str = "keep") -> dict[str, float]:
-    """Train, and return ``value``, ``ratio`` and ``wire`` of :class:`Trained`; NaN if the training diverged."""
+def accuracy(task: Settings, method: Settings, ranks: int, seed: int, momentum: str = "keep") -> dict[str, Any]:
+    """Train, and return ``value``, ``ratio`` and ``wire`` of :class:`Trained`, and the mean losses of its twentieths.
+
+    If the training diverged, all are NaN, and there are no ``losses``.
+    """
     try:
         trained = train(task, method, ranks, seed, momentum=momentum)
     except loop.Diverged:
-        return dict.fromkeys(("value", "ratio", "wire"), math.nan)
-    return {"value": trained.value, "ratio": trained.ratio, "wire": trained.wire}
+        return {**dict.fromkeys(("value", "ratio", "wire"), math.nan), "losses": []}
+    losses = [float(np.mean(part)) for part in np.array_split(trained.losses, min(20, len(trained.losses)))]
+    return {"value": trained.value, "ratio": trained.ratio, "wire": trained.wire, "losses": losses}
 
 
 def wire_ratio(net: Loopback) -> float:

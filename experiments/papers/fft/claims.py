@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -9,13 +10,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments import nets
-from experiments.bench.formats import BITS
 from experiments.cluster.rates import Rate
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
 from experiments.papers.claims import Paper, Scale, Verdict, groups, judge, over_seeds, per_seed, spread
 from experiments.papers.fft import measures
+from experiments.papers.fft.formats import BITS
 from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
@@ -238,6 +239,7 @@ def training(rows: pd.DataFrame) -> Verdict:
             cells[f"θ {plan} converges", words] = list(gaps[plan][net] >= -POINTS)
         cells["a lowered θ recovers", words] = list(regained[net] >= REGAINED)
     rows = rows.merge(gaps.stack().rename("gap").reset_index(), how="left")
+    rows["loss"] = [each[-1] if each else math.nan for each in rows["losses"]]
     table = over_seeds(rows, ["net", "plan"], ["value", "gap", "loss", "ratio"])
     losses = rows.assign(part=[list(range(1, len(each) + 1)) for each in rows["losses"]]).explode(["part", "losses"])
     losses = losses.astype({"part": float, "losses": float})
@@ -247,7 +249,7 @@ def training(rows: pd.DataFrame) -> Verdict:
         f"{LARGE:g} {spread(gaps[falling[1]])}, from {THETA:g} {spread(gaps[falling[0]])}; lowered from {LARGE:g} to "
         f"{HALVED:g} halfway {spread(gaps[lowered])}, which regains {spread(regained, percent)}.",
         {"Held-out accuracy, %, its gap to dense, the last twentieth's loss, and the compression ratio": table},
-        plots.lines(losses, "part", "losses", "plan", "net", {}, logarithmic),
+        plots.lines(losses, "part", "losses", "plan", "net", {"part": "twentieth of the training"}, logarithmic),
         "Training loss with θ by schedule: mean and range of seeds.",
         "*recovery* is the method's own trigger: the density grows fourfold whenever a step's loss is more than half "
         "above the best so far. A single step's loss is noisy, so it acts often, and the ratio falls. *feedback* is "

@@ -23,7 +23,6 @@ LAYERS = {
     "resnet20": ("4.conv1.weight", "7.conv2.weight", "9.conv2.weight", "11.conv2.weight"),
     "digits_net": ("2.weight", "5.weight"),
 }
-SECONDS = {"lenet5": 10, "resnet20": 32, "digits_net": 10}  #: of a training, roughly
 FEW = ("dense", "default", "paper")  #: trainings of the small net with --quick
 SIZES = [0, 64, 192]  #: elements of a slice; 0: the method's own choice
 STAGES = ((16, 16, 10), (32, 16, 1), (32, 32, 9), (64, 32, 1), (64, 64, 9))  #: filters, depth and number of layers
@@ -58,16 +57,6 @@ CORRELATED = 0.3  #: the largest error of the best basis of rank n/8 for slices 
 LASTS = 1.2  #: times the oracle's error that a basis may have while it is used
 POINTS = 1.0  #: of held-out accuracy, which count as no loss
 FASTER = 5.0  #: times, for claims of speed and of the overall compression ratio
-SETTING = (
-    f"{RANKS} simulated ranks, SGD with momentum 0.9. LeNet-5 (32 examples per rank) and ResNet-20 (8) on "
-    "Fashion-MNIST at a learning rate of 0.05; `digits_net` (32) at 0.02 on digits, a fifth of whose labels are "
-    "random, so that gradients do not vanish. All matrices are compressed, of ResNet-20 the convolutions"
-)
-WINDOWS = (
-    "Trained dense; meanwhile methods see the same gradients in windows of Lt = 100 dense and Lc = 400 compressed "
-    "steps: of LeNet-5 from steps 0 and 400 of 900, of `digits_net` from step 200 of 1000; of ResNet-20 with Lt = 40 "
-    "and Lc = 60 from steps 0 and 100 of 200."
-)
 
 PAPER = Paper(
     "gradiveq",
@@ -120,7 +109,7 @@ def watched_in(net: str, scale: Scale, **settings: Any) -> list[Unit]:
     """List a dense training per seed, watched."""
     common = {**settings, "tensors": list(LAYERS[net]), "ranks": RANKS}
     labels = [{"net": net, "seed": seed} for seed in scale.seeds]
-    return [Unit(measures.watched, {**common, "seed": each["seed"]}, each, SECONDS[net]) for each in labels]
+    return [Unit(measures.watched, {**common, "seed": each["seed"]}, each, 40) for each in labels]
 
 
 def watched(scale: Scale) -> list[Unit]:
@@ -181,7 +170,7 @@ def trained(scale: Scale) -> list[Unit]:
             simulate.accuracy,
             {"task": task(net, scale), "method": method, "ranks": RANKS, "seed": seed},
             {"net": net, "method": name, "seed": seed},
-            seconds=SECONDS[net] * (10 if scale.full else 1),
+            seconds=100 if scale.full else 10,
         )
         for net in (LAYERS if scale.full else ("lenet5", "digits_net"))
         for name, method in trainings(net, scale).items()
@@ -199,7 +188,7 @@ def timed(scale: Scale) -> list[Unit]:
             rings.timed,
             {"layers": layers, "ranks": ranks, "rate": rate, "seed": seed, **common},
             {"net": net, "link": f"{LINKS[rate]}, {ranks} ranks", "seed": seed},
-            seconds=8 if scale.few else 40 if scale.full else 12,
+            seconds=12,
             alone=True,
         )
         for net, layers in RINGS.items()
@@ -217,8 +206,13 @@ def timed(scale: Scale) -> list[Unit]:
     "Slices of a convolution's gradient are strongly linearly correlated.",
     units=watched,
     where="the PCA spectrum of gradient slices",
-    tested=f"{SETTING}. {WINDOWS} The best basis of rank n/8 for all slices of size n in a window (an oracle: without "
-    "a mean, of the very slices that it is judged by). LeNet-5's two matrices are not judged.",
+    tested=f"{RANKS} simulated ranks, SGD with momentum 0.9. LeNet-5 (32 examples per rank) and ResNet-20 (8) on "
+    "Fashion-MNIST at a learning rate of 0.05; `digits_net` (32) at 0.02 on digits, a fifth of whose labels are "
+    "random, so that gradients do not vanish. All matrices are compressed, of ResNet-20 the convolutions. Trained "
+    "dense; meanwhile methods see the same gradients in windows of Lt = 100 dense and Lc = 400 compressed steps: of "
+    "LeNet-5 from steps 0 and 400 of 900, of `digits_net` from step 200 of 1000; of ResNet-20 with Lt = 40 and Lc = "
+    "60 from steps 0 and 100 of 200. The best basis of rank n/8 for all slices of size n in a window (an oracle: "
+    "without a mean, of the very slices that it is judged by). LeNet-5's two matrices are not judged.",
     rule=f"what the basis leaves, ‖g − UUᵀg‖/‖g‖, is below {CORRELATED:g} in every window.",
 )
 def correlated(rows: pd.DataFrame) -> Verdict:

@@ -1,8 +1,4 @@
-"""Time GradiVeQ around the pipelined ring of ``experiments.ring``, over shared memory or emulated hosts.
-
-:func:`timed` starts ranks, which run this module. They time in random turns, on the layers of a net, rings of dense
-steps (values unchanged or quantized), and rings of compressed steps (the paper's Algorithm 1).
-"""
+"""Time GradiVeQ around the pipelined ring of ``experiments.ring``; the ranks of :func:`timed` run this file."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -37,7 +34,7 @@ def timed(
     rounds: int,
     rings: Mapping[str, tuple[float, str]],
 ) -> list[dict[str, Any]]:
-    """Time the rings of some layers, one ring per layer.
+    """Time rings of dense and of compressed steps (the paper's Algorithm 1) in random turns, one ring per layer.
 
     Args:
         layers: the shapes of their weights.
@@ -56,12 +53,9 @@ def timed(
         LaunchError: a rank failed.
     """
     text = json.dumps({"layers": layers, "seed": seed, "rounds": rounds, "rings": rings})
-    program = ("-m", "experiments.papers.gradiveq.rings", text)
-    if rate is None:
-        printed = launch.run(program, ranks, "mpi", timeout=PATIENCE)
-    else:
-        with Hosts(ranks, rate) as hosts:
-            printed = launch.run(program, ranks, "mpi", hosts=hosts, timeout=PATIENCE)
+    with nullcontext() if rate is None else Hosts(ranks, rate) as hosts:
+        program = ("-m", "experiments.papers.gradiveq.rings", text)
+        printed = launch.run(program, ranks, "mpi", hosts=hosts, timeout=PATIENCE)
     found: list[dict[str, Any]] = json.loads(next(line for line in printed.splitlines() if line.startswith("[")))
     return found
 
@@ -89,11 +83,8 @@ def run_rank(layers: Sequence[Sequence[int]], seed: int, rounds: int, rings: Map
                 seconds[name].append(took)
     if comm.rank == 0:
         fit = fit_seconds(GradiVeQ(), specs, comm.size)
-        found = [
-            {"ring": name, "seconds": statistics.median(each), "sent": sent[name], "fit": fit}
-            for name, each in seconds.items()
-        ]
-        print(json.dumps(found), flush=True)
+        found = {name: {"seconds": statistics.median(each), "sent": sent[name]} for name, each in seconds.items()}
+        print(json.dumps([{"ring": name, **each, "fit": fit} for name, each in found.items()]), flush=True)
     comm.Barrier()
 
 
@@ -110,10 +101,7 @@ def codec_of(ratio: float, values: str, ctx: Context) -> SegmentCodec:
 
 
 def fit_seconds(method: GradiVeQ, specs: Sequence[TensorSpec], world_size: int) -> float:
-    """Return the seconds of the busiest rank, if each layer's basis is fitted by one rank, chosen by its name.
-
-    Layers of equal shape are timed once. The broadcast of the basis is left out: one step in Lt + Lc has it.
-    """
+    """Return the seconds of the busiest rank, if each layer's basis is fitted by one rank, chosen by its name."""
     rng = np.random.default_rng(0)
     known: dict[tuple[int, int], float] = {}
     busy = [0.0] * world_size

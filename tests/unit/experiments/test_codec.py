@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from experiments import nets
 from experiments.__main__ import app
-from experiments.bench import codec
+from experiments.bench import codec, ops
 from experiments.bench.devices import Cpu, Tensors
 from experiments.bench.lockstep import PARTS, WARM, Lockstep, draw, time_steps, warm_steps
 from hvdcompress import available, load
@@ -89,6 +89,12 @@ def test_time_steps_times_so_many_runs():
     assert list(found) == list(PARTS) and all(len(runs) == 3 and min(runs) > 0 for runs in found.values())
 
 
+def test_array_ops_are_timed_in_copies():
+    frame = ops.measure(2000, 1, "cpu")
+    assert set(frame["op"]) == set(ops.cases(2000, lambda x: x))
+    assert (frame[["numpy", "numba", "ratio"]] > 0).all(axis=None)
+
+
 @needs_torch
 def test_other_implementations_compute_what_they_say():
     import torch
@@ -109,4 +115,4 @@ def test_the_command_writes_records(tmp_path):
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "codec.json").read_text())["records"]
     assert [row["method"] for row in rows if row["peer"] is None] == ["topk", "fp16"]
-    assert rows[0]["copies"] > 0 and rows[0]["exchanges"] == 1
+    assert rows[0]["copies"] == pytest.approx(sum(rows[0][part] for part in PARTS), rel=0.01)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from experiments import __main__ as cli
 from experiments.papers import claims, run
 from experiments.papers.claims import Kind, Scale, judge, over_seeds, spread
-from experiments.papers.page import anchor
+from experiments.papers.page import PAPERS, anchor
 from experiments.report import results
 from tests import ROOT
 from tests.unit.experiments import toy_claims
@@ -58,7 +58,7 @@ def test_a_diverged_seed_is_not_averaged_away():
     assert spread([1.0, math.nan]) == "diverged in 1 of 2" and spread([1.0, 3.0]) == "2.00 (1.00 to 3.00)"
 
 
-@pytest.mark.parametrize("id", claims.PAPERS)
+@pytest.mark.parametrize("id", PAPERS)
 def test_names_tell_a_papers_units_apart(id):
     pytest.importorskip("torch")
     paper = pytest.importorskip(f"experiments.papers.{id}.claims").PAPER
@@ -177,7 +177,7 @@ def test_a_paper_that_is_unknown_is_told():
         claims.find("scalecomm")
 
 
-@pytest.mark.parametrize("id", claims.PAPERS)
+@pytest.mark.parametrize("id", PAPERS)
 def test_published_pages_are_short_and_complete(id):
     found = json.loads((results.FOLDER / f"papers-{id}.json").read_text())
     text = (ROOT / "docs" / "papers" / f"{id}.md").read_text()

@@ -21,6 +21,7 @@ from hvdcompress.plan import load  # noqa: E402
 
 SPEC = TensorSpec("w", (40, 500))
 SEEDS = (0, 1)
+TINY = {"task": "digits", "net": "fnn3", "steps": 6, "batch_size": 8, "learning_rate": 0.05, "warmup_steps": 1}
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,7 @@ def test_codecs_are_timed_and_judged(small_net):
 
 def test_a_tiny_training_is_watched_and_judged():
     pytest.importorskip("sklearn")
-    task = {"task": "digits", "net": "fnn3", "steps": 6, "batch_size": 8, "learning_rate": 0.05, "warmup_steps": 1}
-    found = measures.watched(task, 2, 0, 3, claims.THETAS)
+    found = measures.watched(TINY, 2, 0, 3, claims.THETAS)
     assert json.dumps(found) and {row["step"] for row in found} == {1, 3, 5}
     rows = pd.DataFrame([{"net": "fnn3", "seed": seed, **row} for seed in SEEDS for row in found])
     assert rows["layers"].dropna().unique() == ["fully connected"]
@@ -109,6 +109,7 @@ def test_a_tiny_training_is_watched_and_judged():
 
 
 def test_training_with_a_falling_share_must_converge():
+    pytest.importorskip("sklearn")
     values = {"none": 90, "constant 0.85": 89, "constant 0.99": 80, "diminishing from 0.85": 89.5}
     values |= {
         "diminishing from 0.99": 88.5,
@@ -116,9 +117,9 @@ def test_training_with_a_falling_share_must_converge():
         "0.99, recovery": 85,
         "constant 0.99, feedback": 88,
     }
-    common = {"loss": 0.5, "ratio": 9.0, "losses": [2.0, 1.0, 0.5]}
+    found = simulate.accuracy(TINY, {"method": "none"}, 2, 0)
     rows = pd.DataFrame(
-        {"net": net, "plan": plan, "seed": seed, "value": value, **common}
+        {**found, "net": net, "plan": plan, "seed": seed, "value": value}
         for net in ("a", "b")
         for plan, value in values.items()
         for seed in SEEDS
