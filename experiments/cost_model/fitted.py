@@ -24,7 +24,7 @@ from experiments.bench.measure import read
 from experiments.bench.report import summarize
 from experiments.cluster.rates import Rate
 from experiments.cost_model import model
-from experiments.cost_model.imagined import last_phase, requests
+from experiments.cost_model.imagined import requests
 from experiments.cost_model.model import Codec, Driver
 from experiments.report import results
 from hvdcompress.method import Method, TensorSpec
@@ -101,8 +101,7 @@ def time_codec(method: Method) -> Codec:
             assert spec
             spent = time_steps(plan_of(method, min_elements=1), [spec], world_size, REPEATS)
             seconds = statistics.median(map(sum, zip(*spent.values(), strict=True)))
-            features = model.gathered(requests(method, last_phase(method), world_size, spec), world_size)
-            rows.append((1.0, spec.size, *features, seconds))
+            rows.append((*Codec.features(spec.size, requests(method, world_size, spec)), seconds))
     table = np.array(rows)
     return Codec(*least_squares(table[:, :4], table[:, 4]))
 

@@ -44,8 +44,8 @@ def rank_main(rate: float, cores: int) -> None:
     calls: dict[str, Any] = {"AllReduce": comm.Allreduce, "AllGather": comm.Allgather, "AllToAll": comm.Alltoall}
     for collective in COLLECTIVES:
         for size in SIZES:
-            wire = model.on_wire(Request(collective, "sum", "float32", size), p)
-            if 8 * wire / rate > LONGEST:
+            work = model.work_of([(0, [Request.of(collective, "float32", size, p)])], p)._replace(calls=0, rounds=0)
+            if 8 * work.on_wire / rate > LONGEST:
                 continue
             payload = np.zeros(-(-size // (4 * p)) * p, np.float32)  # a whole piece for each rank
             out = np.zeros(len(payload) * (p if collective == "AllGather" else 1), np.float32)
@@ -58,7 +58,6 @@ def rank_main(rate: float, cores: int) -> None:
                 took = comm.allreduce(time.monotonic(), MPI.MAX) - comm.allreduce(began, MPI.MIN)
                 times.append(comm.bcast(took))
             if comm.rank == 0:
-                work = model.Work(p, size, wire, wire, 0, 0, model.messages(collective, [size], p))
                 place = {"label": f"MPI {collective} {size} B", "set": "mpi", "rate": rate, "shared": sharing(p, cores)}
                 print(json.dumps({**place, "seconds": statistics.median(times), **work._asdict()}), flush=True)
 
