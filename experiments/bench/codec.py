@@ -6,7 +6,6 @@ counted in such copies, because these carry over from machine to machine, and fr
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,7 +23,7 @@ from hvdcompress import registry
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import BY_NAME, Plan, load, settings_of
 
-__all__ = ["PARTS", "measure", "plans", "run", "tensors_of"]
+__all__ = ["PARTS", "measure", "plans", "run"]
 
 DENSITY = 0.01  #: of every method that has one, unless its own is given
 #: GradiVeQ's usual 8 components of 100, on any tensor
@@ -52,16 +51,6 @@ def plans(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     return found
 
 
-def tensors_of(net: str | None, elements: int) -> nets.Shapes:
-    """Return the tensors of a net, or a nearly square matrix of so many elements, or a few less.
-
-    >>> tensors_of(None, 25_000_000)
-    {'w': (5000, 5000)}
-    """
-    rows = math.isqrt(elements)
-    return nets.get(net) if net else {"w": (rows, elements // max(rows, 1))}
-
-
 def run(
     methods: Mapping[str, Mapping[str, Any]], shapes: nets.Shapes, world_size: int, runs: int, device: str
 ) -> pd.DataFrame:
@@ -87,7 +76,9 @@ def run(
                 try:
                     figures = pool.submit(measure, plan, shapes, world_size, runs, device).result()
                 except BrokenProcessPool:
-                    raise ValueError("the measuring process ended, perhaps out of memory: try fewer elements") from None
+                    raise ValueError(
+                        "the measuring process ended, perhaps out of memory: try a smaller --set"
+                    ) from None
             records.append({"method": label, **figures})
     return pd.DataFrame(records)
 
@@ -119,6 +110,6 @@ def check(plan: Plan, specs: Sequence[TensorSpec]) -> None:
     """
     if all(bucket.program.main != plan.program.main for bucket in plan.buckets(specs, BY_NAME)):
         raise ValueError(
-            f"{plan.program.main.id} sends these tensors dense, so the figures would not be its own: give more "
-            f"--elements, or the method a smaller min_elements (now {plan.min_elements})"
+            f"{plan.program.main.id} sends these tensors dense, so the figures would not be its own: give larger "
+            f"ones, or the method a smaller min_elements (now {plan.min_elements})"
         )

@@ -46,8 +46,9 @@ def codec(
             "--method", "-m", help='Such as topk, or "topk density=0.001 values=fp16"; again for more. Default: all.'
         ),
     ] = None,
-    elements: Annotated[int, typer.Option(min=1, help="Elements of the tensor, a matrix.")] = 25_000_000,
-    net: Annotated[str | None, typer.Option(help="The tensors of a net instead, such as resnet50.")] = None,
+    set: Annotated[
+        str, typer.Option(help="Whose gradients: a net, or a number of elements of one matrix.")
+    ] = "25000000",
     runs: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 9,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks: so many payloads are decoded.")] = 2,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where gradients lie.")] = "cpu",
@@ -58,14 +59,14 @@ def codec(
     Methods have density 0.01, unless their settings say otherwise. A copy of the gradient is timed before each step.
     All methods take about ten minutes.
 
-    Example: python -m experiments codec -m "topk density=0.001" --net resnet50
+    Example: python -m experiments codec -m "topk density=0.001" --set resnet50
     """
+    from experiments import nets
     from experiments.bench import codec as benchmark
     from experiments.report import results, tables
     from experiments.report.numbers import number, seconds_of
 
-    shape = benchmark.tensors_of(net, elements)
-    frame = benchmark.run(benchmark.plans(methods or ()), shape, world_size, runs, device)
+    frame = benchmark.run(benchmark.plans(methods or ()), nets.get(set), world_size, runs, device)
     figures = dict.fromkeys((*benchmark.PARTS, "copies"), number)
-    tables.show(frame, f"{net or elements} elements, {world_size} ranks, {device}", **figures, seconds=seconds_of)
-    print(f"written: {results.save('codec', frame, out, net=net, elements=elements, world_size=world_size)}")
+    tables.show(frame, f"{set}, {world_size} ranks, {device}", **figures, seconds=seconds_of)
+    print(f"written: {results.save('codec', frame, out, set=set, world_size=world_size, device=device)}")

@@ -150,9 +150,9 @@ def fit(paths: Sequence[Path], driver: Driver = "horovod") -> Fitted:
     return fitted
 
 
-def sharing(ranks: int, cores: int | None = None) -> float:
+def sharing(ranks: int) -> float:
     """Return the number of ranks that share the busiest core; at least 1. Emulated hosts keep to one each."""
-    return float(ceil(ranks / (cores or len(os.sched_getaffinity(0)))))
+    return float(ceil(ranks / len(os.sched_getaffinity(0))))
 
 
 def _exchanges(folder: Path, fitted: Fitted) -> pd.DataFrame:
@@ -184,27 +184,24 @@ def hold_out(points: pd.DataFrame) -> dict[str, dict[str, Any]]:
     predicted from those among fewer. Collectives of MPI alone are in every fit and are not predicted. Exchanges that
     were measured twice are held out together.
     """
-    is_exchange = points["calls"] > 0
-    keys = points[["set", "label", "world_size", "rate"]].apply(tuple, axis=1)
-    order = {key: at % 4 for at, key in enumerate(sorted(keys[is_exchange].unique()))}
+    exchanges = points[points["calls"] > 0]
+    keys = exchanges[["set", "label", "world_size", "rate"]].apply(tuple, axis=1)
+    order = {key: at % 4 for at, key in enumerate(sorted(keys.unique()))}
     most = points["world_size"].max()
     parts = {
         "a quarter, in turn": keys.map(order),
-        "a method, in turn": points["label"],
-        "a set, in turn": points["set"],
-        f"{most} hosts, from fewer": (points["world_size"] == most).map({True: most}),
+        "a method, in turn": exchanges["label"],
+        "a set, in turn": exchanges["set"],
+        f"{most} hosts, from fewer": exchanges["world_size"][exchanges["world_size"] == most],
     }
     found = {}
     for name, part in parts.items():
         errors = []
-        for one in part[is_exchange].dropna().unique():
-            held = part == one
-            try:
-                constants = fit_constants(points[~held])
-            except ValueError:  # too little is left
-                continue
-            exchanges = points[held & is_exchange]
-            errors.append((model.costs(constants, exchanges).sum(axis=1) / exchanges["seconds"] - 1).abs())
+        for _, held in part.groupby(part):
+            seen = points.drop(held.index)
+            if len(seen) >= len(model.CONSTANTS):
+                predicted = model.costs(fit_constants(seen), points.loc[held.index]).sum(axis=1)
+                errors.append((predicted / points["seconds"][held.index] - 1).abs())
         if errors:
             error = pd.concat(errors)
             which = points.loc[error.idxmax()]

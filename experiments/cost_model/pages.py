@@ -35,7 +35,7 @@ def context(page: str) -> dict[str, Any]:
         "seconds": scale.draw(drawn.assign(rate=drawn["rate"].map(RATES))),
         "predicted": scale.table(drawn[drawn["workers"].isin(SHOWN)], "1gbit"),
         "constants": _constants(fits),
-        "errors": _errors(fits),
+        "errors": scale.errors(fits),
         "trained": _trained(),
     }
 
@@ -48,14 +48,6 @@ def _constants(fits: dict[str, Fitted]) -> pd.DataFrame:
 
     columns = {name: [text(constant, fit.constants[constant]) for constant in MEANING] for name, fit in fits.items()}
     return pd.DataFrame({"of": MEANING.values(), **columns})
-
-
-def _errors(fits: dict[str, Fitted]) -> pd.DataFrame:
-    def text(found: dict[str, Any]) -> str:
-        return f"{100 * found['median']:.0f} % (worst {100 * found['worst']:.0f} %)"
-
-    columns = {name: [text(found) for found in fit.held_out.values()] for name, fit in fits.items()}
-    return pd.DataFrame({"held out": fits["Horovod"].held_out.keys(), **columns})
 
 
 def _trained() -> pd.DataFrame:

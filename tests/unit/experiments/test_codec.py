@@ -71,7 +71,7 @@ def test_a_step_on_tensors_is_the_same(id):
 
 def test_every_method_does_its_real_work():
     """DGC and PowerSGD send vectors dense, and GradiVeQ most tensors, for its first steps: figures of nothing."""
-    [(name, shape)] = codec.tensors_of(None, 25_000_000).items()
+    [(name, shape)] = nets.get("25000000").items()
     assert shape == (5000, 5000)
     for label, settings in codec.plans().items():
         plan = load(settings)
@@ -91,7 +91,7 @@ def test_time_steps_times_so_many_runs():
 
 @pytest.mark.timeout(120)
 def test_the_command_writes_records(tmp_path):
-    words = ["codec", "-m", "topk", "-m", "fp16", "--elements", "5000", "--runs", "1", "--out", str(tmp_path)]
+    words = ["codec", "-m", "topk", "-m", "fp16", "--set", "5000", "--runs", "1", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "250"})
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "codec.json").read_text())["records"]

@@ -214,21 +214,7 @@ def test_a_slower_link_takes_longer_and_as_many_bytes():
     slow, fast = (frame[frame["rate"] == rate].reset_index(drop=True) for rate in ("100mbit", "1gbit"))
     assert (slow["seconds"] > fast["seconds"]).all() and slow["on_wire"].equals(fast["on_wire"])
     notes = scale.notes(Fitted("horovod", TRUTH, {}, {}, points()), ["100mbit", "10gbit"])
-    assert "10gbit is beyond the fit" in notes[-1] and not any("100mbit is beyond" in note for note in notes)
-
-
-@pytest.mark.parametrize("words", ["2500000", "999", "resnet32"])
-def test_tensors_of(words):
-    elements = nets.total(scale.tensors_of(words))
-    assert elements == (int(words) if words.isdigit() else 464_154)
-
-
-def test_tensors_of_a_file(tmp_path):
-    (tmp_path / "net.yaml").write_text("a: [3, 4]\nb: [5]")
-    assert scale.tensors_of(str(tmp_path / "net.yaml")) == {"a": (3, 4), "b": (5,)}
-    (tmp_path / "net.yaml").write_text("a: [3, x]")
-    with pytest.raises(ValueError, match="must hold names and shapes"):
-        scale.tensors_of(str(tmp_path / "net.yaml"))
+    assert notes[-1].startswith("10gbit: beyond the fit")
 
 
 def test_the_command_fits_predicts_and_writes(tmp_path):
@@ -236,9 +222,9 @@ def test_the_command_fits_predicts_and_writes(tmp_path):
     words = ["scale", "--set", "resnet32", "--methods", "topk 0.5 %,scalecom 100x", "--rate", "10mbit,1gbit"]
     done = CliRunner().invoke(app, [*words, "--fit", str(measured), "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    for text in ("resnet32 at 10mbit", "resnet32 at 1gbit", "4096", "Held out (a quarter, in turn; 30 exchanges)"):
+    for text in ("resnet32 at 10mbit", "resnet32 at 1gbit", "4096", "a quarter, in turn"):
         assert text in done.output
-    assert "10mbit is beyond the fit" in done.output and (tmp_path / "scale-resnet32.svg").exists()
+    assert "10mbit: beyond the fit" in done.output and (tmp_path / "scale-resnet32.svg").exists()
     written = json.loads((tmp_path / "scale-resnet32.json").read_text())
     assert {row["method"] for row in written["records"]} == {"dense", "scalecom 100x", "topk 0.5 %"}
     again = CliRunner().invoke(app, [*words, "--fitted", str(tmp_path), "--workers", "2,64", "--out", str(tmp_path)])
