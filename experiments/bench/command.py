@@ -31,7 +31,8 @@ def bench(
     from experiments.options import config_file, split
     from experiments.report.folders import choose, users_own
 
-    asked = Bench.open(config_file(config, "bench")).override(hosts, split(rates), split(methods), split(sets), rounds)
+    given = Bench.open(config_file(config, "bench"))
+    asked = given.override(split(methods), split(sets), hosts=hosts, rates=split(rates), rounds=rounds)
     folder = choose(f"bench-{asked.name}", out, resume)
     with users_own(folder):
         benchmark.prepare(folder, asked, resume)

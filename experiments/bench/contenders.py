@@ -1,36 +1,69 @@
-"""The contenders of a benchmark: ways to reduce the gradients of a set.
+"""The contenders of a benchmark: ways to reduce the gradients of a set, and the clock that watches them.
 
 A method behind the stock ``hvd.DistributedOptimizer`` or in PyTorch's DDP, either of these alone, or the MPI driver on
 NumPy arrays. All but the last get their gradients from a backward pass that only hands out prepared gradients.
 
 ``prepare(gradients)`` does what is not measured and returns the function that is; ``take()`` hands over the reduced
 gradients and keeps no reference; ``forget()`` frees memory. ``splits``: whether the time can be split into codec and
-waiting; ``counts``: whether the ``ledger`` has bytes.
+waiting; ``ledger`` counts the bytes where that is possible.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from experiments.bench.clock import Clock
 from experiments.bench.gradients import Gradients, Shapes, loss, make_gradients
 from hvdcompress.engine.telemetry.ledger import Ledger
-from hvdcompress.engine.telemetry.observer import Sent
+from hvdcompress.engine.telemetry.observer import Observer, Sent
 from hvdcompress.loopback import Loopback
 
-__all__ = ["OverDDP", "OverHorovod", "OverMPI"]
+__all__ = ["Clock", "OverDDP", "OverHorovod", "OverMPI"]
+
+
+class Clock(Observer):
+    """Seconds of this rank's main thread in one exchange, as "encode", "decode" and "blocked"."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.spent = {"encode": 0.0, "decode": 0.0, "blocked": 0.0}
+
+    def encoded(self, rank: int, name: str, seconds: float) -> None:
+        self.spent["encode"] += seconds
+
+    def decoded(self, rank: int, name: str, seconds: float) -> None:
+        self.spent["decode"] += seconds
+
+    def waited(self, rank: int, seconds: float) -> None:
+        self.spent["blocked"] += seconds
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that is not ours, such as a compression of Horovod's, to charge its time to a part."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self.spent[part] += time.perf_counter() - began
+
+        return run
 
 
 class OverTorch:
     """Parameters of a set's shapes, which get their gradients from a backward pass."""
 
-    splits = counts = True
+    splits = True
+    ledger: Ledger | None = None
+    compressor: Any = None  #: of a method
 
-    def __init__(self, key: str, tensors: Shapes, rank: int, world_size: int, device: str = "cpu"):
-        self.rank, self.ledger = rank, Ledger(world_size, rank)
+    def __init__(self, key: str, tensors: Shapes, device: str):
         # Never read or written, so they take no memory
         made = {name: torch.empty(shape, device=device) for name, shape in tensors.items()}
         self.named = {f"{key}.{name}": torch.nn.Parameter(parameter) for name, parameter in made.items()}
@@ -49,13 +82,9 @@ class OverHorovod(OverTorch):
     def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         import horovod.torch as hvd
 
-        super().__init__(key, tensors, hvd.rank(), hvd.size())
-        self.stock = None if what["kind"] == "method" else what["kind"]
-        self.compressor = None
+        super().__init__(key, tensors, device)
         compression: Any
-        if self.stock:
-            compression = Timed(getattr(hvd.Compression, self.stock), clock)
-        else:
+        if what["kind"] == "method":
             from hvdcompress.horovod.torch import Compressor
 
             self.compressor = compression = Compressor(what["settings"], self.named.items())
@@ -63,6 +92,13 @@ class OverHorovod(OverTorch):
             self.ledger = compression.ledger
             if what["alone"]:
                 compression.load_state_dict(in_torch(alone(compression, key, tensors, what["alone"])))
+        else:
+            own = getattr(hvd.Compression, what["kind"])
+            compression = SimpleNamespace(
+                compress=clock.timed("encode", own.compress), decompress=clock.timed("decode", own.decompress)
+            )
+            self.rank, self.ledger = hvd.rank(), Ledger(hvd.size(), hvd.rank())
+            self.width = 2 if what["kind"] == "fp16" else 4
         sgd = torch.optim.SGD(self.parameters, lr=0.0)
         self.optimizer = hvd.DistributedOptimizer(
             sgd, named_parameters=list(self.named.items()), compression=compression
@@ -70,11 +106,9 @@ class OverHorovod(OverTorch):
 
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
         total = loss(self.parameters, gradients)
-        for name, parameter in self.named.items():
-            if self.stock:
-                self.ledger.begun(self.rank, name, 4 * parameter.numel())
-                width = 2 if self.stock == "fp16" else 4
-                self.ledger.sent(self.rank, name, Sent("AllReduce", None, width * parameter.numel()))
+        if not self.compressor and self.ledger:
+            for name, parameter in self.named.items():
+                self.ledger.sent(self.rank, name, Sent("AllReduce", None, self.width * parameter.numel()))
 
         def go() -> None:
             total.backward()
@@ -87,31 +121,20 @@ class OverHorovod(OverTorch):
             self.compressor.release()
 
 
-class Timed:
-    """One of Horovod's own compressions, timed."""
-
-    def __init__(self, compression: Any, clock: Clock):
-        self.compress = clock.timed("encode", compression.compress)
-        self.decompress = clock.timed("decode", compression.decompress)
-
-
 class OverDDP(OverTorch):
     """PyTorch's DistributedDataParallel over gloo or NCCL: dense, with one of its hooks, or with a method."""
 
     splits = False
 
     def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
-        import torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        super().__init__(key, tensors, dist.get_rank(), dist.get_world_size(), device)
-        self.counts = what["kind"] == "method"
+        super().__init__(key, tensors, device)
         aborts = what["kind"] == "powersgd" and device == "cpu"  # over gloo, with two buckets
         one_bucket = {"bucket_cap_mb": 1 << 16} if aborts else {}
         module = Net(self.parameters)
         self.module = torch.nn.parallel.DistributedDataParallel(module, init_sync=False, **one_bucket)
-        self.dense = 4 * sum(parameter.numel() for parameter in self.parameters)
-        self.state, self.compressor = None, None
+        self.state: Any = None
         if what["kind"] == "method":
             from hvdcompress import ddp
 
@@ -130,8 +153,6 @@ class OverDDP(OverTorch):
             for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
                 kept.clear()
         self.steps += 1
-        if not self.compressor:
-            self.ledger.begun(self.rank, "all", self.dense)
         return self.module(gradients).backward  # DDP's backward ends when all is reduced
 
     def forget(self) -> None:
@@ -154,7 +175,7 @@ class Net(torch.nn.Module):
 class OverMPI:
     """A method under the MPI driver, on NumPy arrays: neither Horovod nor a backward pass."""
 
-    splits = counts = True
+    splits = True
 
     def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         from hvdcompress.mpi import Compressor

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import nets
-from experiments.bench.config import Bench, Turn
+from experiments.bench.config import LOOPBACK, Bench, Turn
 from experiments.bench.ranks import Group, RankError
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.launch import LaunchError
 from experiments.cluster.rates import speed
 from experiments.report import jsonl
 from experiments.report.results import copy_speed
@@ -26,7 +25,7 @@ ROOM = 10  # times the bytes of a set: memory that a contender may need on each 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Return the turns in a folder, the last one of each key."""
     turns = jsonl.read(folder / TURNS)
-    return list({tuple(turn[key] for key in Turn.KEY): turn for turn in turns}.values())
+    return list({tuple(turn[key] for key in Turn._fields): turn for turn in turns}.values())
 
 
 def measure(bench: Bench, folder: Path, say: Callable[[str], object]) -> None:
@@ -41,76 +40,63 @@ def measure(bench: Bench, folder: Path, say: Callable[[str], object]) -> None:
         HostsError: the hosts cannot be set up.
         LaunchError: the ranks cannot be started.
     """
-    done = [{key: turn[key] for key in Turn.KEY} for turn in read(folder) if "failed" not in turn]
+    done = [{key: turn[key] for key in Turn._fields} for turn in read(folder) if "failed" not in turn]
     missing = [turn for turn in bench.turns() if turn.key not in done]
     for rate in dict.fromkeys(turn.rate for turn in missing):
-        turns = [turn for turn in missing if turn.rate == rate]
-        hosts = bench.hosts_at(rate)
-        with hosts or contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            hosts = None if rate == LOOPBACK else stack.enter_context(Hosts(bench.hosts, rate, pin=bench.pin))
             link = {"link": str(hosts or "shared memory (MPI), loopback TCP")}
-            say(f"{link['link']}: starting ranks")
             if hosts:
                 link["reached"] = ", ".join(speed(bits) for bits in hosts.measure())
-            with _groups(turns, bench, hosts, folder / "log.txt") as groups:
-                for turn in turns:
-                    line = turn.key | link | _take(turn, bench, groups[turn.contender.where], hosts)
-                    jsonl.append(folder / TURNS, line)
-                    times = ", ".join(f"{one['seconds']:.3g} s" for one in line.get("exchanges", ()))
-                    say(f"{turn}: {times or 'failed: ' + line['failed']}")
+            say(f"{link['link']}: starting ranks")
+            groups: dict[str, Group] = {}
+            for turn in (turn for turn in missing if turn.rate == rate):
+                where = turn.contender.where
+                if where not in groups:
+                    groups[where] = Group(where, bench.hosts, hosts, folder / "log.txt", not bench.awake, bench.device)
+                    stack.callback(groups[where].stop)
+                line = turn.key | link | _take(turn, bench, groups[where])
+                jsonl.append(folder / TURNS, line)
+                times = ", ".join(f"{one['seconds']:.3g} s" for one in line.get("exchanges", ()))
+                say(f"{turn}: {times or 'failed: ' + line['failed']}")
 
 
-@contextlib.contextmanager
-def _groups(turns: Sequence[Turn], bench: Bench, hosts: Hosts | None, log: Path) -> Iterator[dict[str, Group]]:
-    names = dict.fromkeys(turn.contender.where for turn in turns)
-    groups = {name: Group(name, bench.hosts, hosts, log, not bench.awake, bench.device) for name in names}
-    with contextlib.ExitStack() as stack:
-        try:
-            for group in groups.values():  # one after the other: on few cores, imports of all at once time out
-                stack.callback(group.stop)
-                group.launch()
-                group.join()
-            yield groups
-        except RankError as error:
-            raise LaunchError(str(error)) from None
-
-
-def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:
+def _take(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
     """Return the figures of one turn. A failure is a result, too; the group starts again after it."""
     line = {"kind": turn.contender.kind, "copy_gb_per_s": round(copy_speed(), 2)}
+    if not group.up:
+        group.start()
     try:
-        if not group.up:
-            group.launch()
-            group.join()
         with group.awake():
-            return line | _exchanges(turn, bench, group, hosts)
+            return line | _exchanges(turn, bench, group)
     except RankError as error:
         group.stop()
         return line | {"failed": str(error)}
 
 
-def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:
+def _exchanges(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
     key = f"{turn.set.label}.{turn.contender.label}".replace(" ", "_")
     given = {**turn.set.model_dump(), "tensors": turn.set.tensors()}
     num_bytes = 4 * nets.total(given["tensors"])
-    group.be_patient(num_bytes)
     if key not in group.prepared:
         _make_room(group, key, num_bytes)
     group.ask("prepare", key=key, set=given, contender=turn.contender.spec)
-    before = hosts.traffic() if hosts else []
+    before = group.hosts.traffic() if group.hosts else []
     found: list[list[dict[str, Any]]] = []
     began = time.monotonic()
     while not found or (len(found) < bench.repeats and time.monotonic() < began + bench.seconds):
         found.append(group.ask("measure", key=key))
-    after = hosts.traffic() if hosts else []
+    after = group.hosts.traffic() if group.hosts else []
     if len({reply["checksum"] for reply in group.ask("check", key=key)}) > 1:
         raise RankError("ranks ended with different gradients")
     # The ranks' waking up still disturbs the first one, sometimes by a second
-    line: dict[str, Any] = {"exchanges": [_together(replies) for replies in found[1:] or found]}
-    for what in ("dense", "sent", "on_wire", "calls"):
+    line: dict[str, Any] = {"exchanges": [_together(replies) for replies in found[1:] or found], "dense": num_bytes}
+    exchanged = len(found) * group.ranks
+    for what in ("sent", "on_wire", "calls"):
         if what in found[-1][0]:
-            line[what] = sum(reply[what] for replies in found for reply in replies) / (len(found) * group.ranks)
-    if hosts:
-        line["interface"] = sum(a.sent - b.sent for a, b in zip(after, before, strict=True)) / len(found) / group.ranks
+            line[what] = sum(reply[what] for replies in found for reply in replies) / exchanged
+    if group.hosts:
+        line["interface"] = sum(a.sent - b.sent for a, b in zip(after, before, strict=True)) / exchanged
     return line
 
 
