@@ -1,7 +1,7 @@
 """``python -m experiments codec``: what a rank computes in a step, in copies of its gradient.
 
-Each method runs in a process of its own with one thread. A copy of the gradient is timed before each step; times are
-counted in such copies, because these carry over from machine to machine, and from a quiet minute to a busy one.
+Methods run in a process with one thread. A copy of the gradient is timed before each step; times are counted in
+such copies, because these carry over from machine to machine, and from a quiet minute to a busy one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ import pandas as pd
 
 from experiments import nets
 from experiments.bench.devices import device
-from experiments.bench.lockstep import PARTS, draw, time_steps
+from experiments.bench.lockstep import PARTS, time_steps
 from hvdcompress import registry
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import BY_NAME, Plan, load, settings_of
@@ -54,7 +55,7 @@ def plans(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
 def run(
     methods: Mapping[str, Mapping[str, Any]], shapes: nets.Shapes, world_size: int, runs: int, device: str
 ) -> pd.DataFrame:
-    """Measure every method, one after the other, each in a process of its own.
+    """Measure every method, one after the other, in a process with one thread.
 
     Args:
         methods: plans by label.
@@ -69,37 +70,26 @@ def run(
     Raises:
         ValueError: the device is missing, a method sends the tensor dense, or memory did not suffice.
     """
-    records = []
-    with mock.patch.dict(os.environ, dict.fromkeys(ONE_THREAD, "1")):
-        for label, plan in methods.items():
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                try:
-                    figures = pool.submit(measure, plan, shapes, world_size, runs, device).result()
-                except BrokenProcessPool:
-                    raise ValueError(
-                        "the measuring process ended, perhaps out of memory: try a smaller --set"
-                    ) from None
-            records.append({"method": label, **figures})
-    return pd.DataFrame(records)
+    one = partial(measure, shapes=shapes, world_size=world_size, runs=runs, where=device)
+    environment = mock.patch.dict(os.environ, dict.fromkeys(ONE_THREAD, "1"))
+    with environment, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            frame = pd.DataFrame(pool.map(one, methods.values()))
+        except BrokenProcessPool:
+            raise ValueError("the measuring process ended, perhaps out of memory: try a smaller --set") from None
+    frame.insert(0, "method", list(methods))
+    return frame
 
 
 def measure(
     settings: Mapping[str, Any], shapes: nets.Shapes, world_size: int, runs: int, where: str
 ) -> dict[str, float]:
     """Measure one method in this thread; :func:`run` has the arguments and the record."""
-    plan, at, specs = load(settings), device(where), [TensorSpec(name, shape) for name, shape in shapes.items()]
+    plan, specs = load(settings), [TensorSpec(name, shape) for name, shape in shapes.items()]
     check(plan, specs)
-    n = nets.total(shapes)
-    x, to = at.array(draw(n, 1)[0]), at.empty(n)
-    copies: list[float] = []
-
-    def copy() -> None:
-        copies.append(at.timed(to.__setitem__, slice(None), x)[1])
-
-    parts = pd.DataFrame(time_steps(plan, specs, world_size, runs, device=at, before=copy))
-    whole = parts.sum(axis=1)
-    in_copies = parts.assign(copies=whole).div(copies[-runs:], axis=0).median()
-    return {**in_copies, "seconds": whole.median()}
+    steps = time_steps(plan, specs, world_size, runs, device=device(where))
+    parts = steps[list(PARTS)].assign(copies=steps[list(PARTS)].sum(axis=1))
+    return {**parts.div(steps["copy"], axis=0).median(), "seconds": parts["copies"].median()}
 
 
 def check(plan: Plan, specs: Sequence[TensorSpec]) -> None:

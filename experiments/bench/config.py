@@ -124,10 +124,9 @@ class Bench(ConfigFile):
     rates: list[Annotated[str, AfterValidator(_rate)]] = Field(["100mbit", "1gbit"], min_length=1)
     """Of their links; "loopback": no emulated hosts."""
     awake: bool = False
-    """Whether the ranks of other transports run while a contender is measured. By default they are stopped (SIGSTOP):
-    Horovod and MPI poll even while they wait, and take CPU time from the ranks that compute."""
-    pin: bool = True
-    """Whether what runs on an emulated host keeps to its share of the cores."""
+    """Whether the ranks of other transports run while a contender is measured, and all of them on any core. By default
+    the others are stopped (SIGSTOP), and hosts keep to their share of the cores: Horovod and MPI poll even while they
+    wait, and take CPU time from the ranks that compute."""
     device: Literal["cpu", "cuda"] = "cpu"
     """"cuda": gradients are on a GPU, which all ranks share; collectives use NCCL's sockets. Over ddp only."""
     rounds: int = Field(3, ge=1)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from experiments.bench.devices import Cpu
 from hvdcompress.engine.commit import Outcome, commit_step
@@ -152,8 +153,7 @@ def time_steps(
     warm: int | None = None,
     device: Cpu | None = None,
     seed: int = 0,
-    before: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
+) -> pd.DataFrame:
     """Time the codec of one rank.
 
     Args:
@@ -164,20 +164,19 @@ def time_steps(
         warm: steps before them; None: :func:`warm_steps`.
         device: where the gradients are; None: in host memory.
         seed: of the gradients.
-        before: is called before each step.
 
     Returns:
-        Seconds by part of :data:`PARTS`, of each run.
+        One row per run: seconds by part of :data:`PARTS`, and of a ``copy`` of the gradient just before.
     """
     at = device or Cpu()
     ranks, ends = Lockstep(plan, specs, world_size, at), np.cumsum([0, *(spec.size for spec in specs)])
-    rows = at.array(draw(int(ends[-1]), 4, seed))
+    rows, copy = at.array(draw(int(ends[-1]), 4, seed)), at.empty(int(ends[-1]))
     gradients = [[at.empty(spec.size) for spec in specs] for _ in range(world_size)]
     found = []
     for step in range((warm_steps(plan) if warm is None else warm) + runs):
         for rank, tensors in enumerate(gradients):
             for out, start, stop in zip(tensors, ends, ends[1:], strict=False):
                 out[:] = rows[(step + rank) % len(rows), start:stop]
-        before()
-        found.append(ranks.step(gradients))
-    return {part: [one[part] for one in found[-runs:]] for part in PARTS}
+        _, seconds = at.timed(copy.__setitem__, slice(None), rows[0])
+        found.append({**ranks.step(gradients), "copy": seconds})
+    return pd.DataFrame(found[-runs:])

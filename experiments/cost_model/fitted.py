@@ -7,7 +7,6 @@ every measured exchange.
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -19,9 +18,9 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from experiments.bench.config import LOOPBACK, Bench
-from experiments.bench.lockstep import time_steps
-from experiments.bench.measure import read
+from experiments.bench.lockstep import PARTS, time_steps
 from experiments.bench.report import summarize
+from experiments.bench.run import read
 from experiments.cluster.rates import Rate
 from experiments.cost_model import model
 from experiments.cost_model.imagined import requests
@@ -100,7 +99,7 @@ def time_codec(method: Method) -> Codec:
         for world_size in WORLD_SIZES if spec else ():
             assert spec
             spent = time_steps(plan_of(method, min_elements=1), [spec], world_size, REPEATS)
-            seconds = statistics.median(map(sum, zip(*spent.values(), strict=True)))
+            seconds = spent[list(PARTS)].sum(axis=1).median()
             rows.append((*Codec.features(spec.size, requests(method, world_size, spec)), seconds))
     table = np.array(rows)
     return Codec(*least_squares(table[:, :4], table[:, 4]))

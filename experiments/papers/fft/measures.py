@@ -180,9 +180,8 @@ def codecs(net: str, small: str, method: Settings, seed: int, runs: int) -> Sett
 
     def parts(tensors: nets.Shapes, world_size: int) -> Settings:
         specs = [TensorSpec(name, shape) for name, shape in tensors.items()]
-        spent = time_steps(load(method), specs, world_size, runs, WARM, seed=seed)
-        whole = statistics.median(map(sum, zip(*spent.values(), strict=True)))
-        return {"seconds": whole, **{part: statistics.median(spent[part]) for part in PARTS}}
+        spent = time_steps(load(method), specs, world_size, runs, WARM, seed=seed)[list(PARTS)]
+        return {"seconds": spent.sum(axis=1).median(), **spent.median()}
 
     added = parts(one, MANY)["seconds"] - parts(one, FEW)["seconds"]
     share = nets.total(one) / nets.total(shapes)

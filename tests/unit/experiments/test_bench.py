@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from experiments import nets
-from experiments.bench import measure, report, run
+from experiments.bench import report, run
 from experiments.bench.config import BASELINES, Bench
 from experiments.bench.ranks import Group, RankError
 from experiments.cluster import rates
@@ -122,14 +122,14 @@ def test_resuming_continues_where_a_run_was_killed(tmp_path, monkeypatch, capsys
     whole = [{**t.key, **turn(t.contender.label, t.round, 1.0), **t.key} for t in bench.turns()]
     folder = tmp_path / "out"
     run.prepare(folder, bench, resume=False)
-    (folder / measure.TURNS).write_text("\n".join(map(json.dumps, whole[:4])) + '\n{"rate": "cut o')
+    (folder / run.TURNS).write_text("\n".join(map(json.dumps, whole[:4])) + '\n{"rate": "cut o')
     taken = []
 
     def take(turn, *_):
         taken.append(turn.key)
         return {key: value for key, value in whole[0].items() if key not in turn.key}
 
-    monkeypatch.setattr(measure, "_take", take)
+    monkeypatch.setattr(run, "_take", take)
     run.prepare(folder, bench, resume=True)
     assert run.run(bench, folder) == 0
     assert taken == [t.key for t in bench.turns()[4:]]
