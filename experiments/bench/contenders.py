@@ -91,7 +91,7 @@ class OverHorovod(OverTorch):
             compression.watch(clock)
             self.ledger = compression.ledger
             if what["alone"]:
-                compression.load_state_dict(in_torch(alone(compression, key, tensors, what["alone"])))
+                compression.load_state_dict(alone(compression, key, tensors, what["alone"]))
         else:
             own = getattr(hvd.Compression, what["kind"])
             compression = SimpleNamespace(
@@ -219,9 +219,3 @@ def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, A
         net.allreduce_many([{name: gradient.numpy() for name, gradient in rolled.items()}])
     saved = net.ranks[0].state_dict()
     return saved | {"world": compressor.local.world_size, "rank": compressor.local.rank}
-
-
-def in_torch(saved: dict[str, Any]) -> dict[str, Any]:
-    """Convert a state of NumPy arrays to that of the PyTorch driver."""
-    state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
-    return saved | {"state": state}

@@ -39,17 +39,13 @@ class Lockstep:
         specs: the tensors, in the order of the net.
         world_size: number of ranks.
         device: where the gradients are.
-
-    Attributes:
-        buckets: what is exchanged together.
-        ranks: the states of the ranks.
     """
 
     def __init__(self, plan: Plan, specs: Sequence[TensorSpec], world_size: int, device: Cpu):
         self.plan, self.world_size, self.device = plan, world_size, device
-        self.buckets = plan.buckets(specs, BY_NAME)
         self.ranks = [RankState(plan, rank, world_size) for rank in range(world_size)]
-        places = {member.name: (bucket, at) for bucket in self.buckets for at, member in enumerate(bucket.members)}
+        buckets = plan.buckets(specs, BY_NAME)
+        places = {member.name: (bucket, at) for bucket in buckets for at, member in enumerate(bucket.members)}
         self._places = [places[spec.name] for spec in specs]
         self._spent: dict[str, float] = {}
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def prepare(folder: Path, bench: Bench, resume: bool) -> None:
     """Make a benchmark's folder ready: empty, or with the turns of an earlier attempt.
 
     Args:
-        folder: made if it does not exist.
+        folder: a new or empty one, or that of the earlier attempt.
         bench: what is to be measured; its configuration is written there.
         resume: keep the turns that were taken.
 
@@ -42,9 +41,7 @@ def prepare(folder: Path, bench: Bench, resume: bool) -> None:
         if changed := [key for key in now if now[key] != before[key]]:
             raise ValueError(f"{folder} was measured with another {', '.join(changed)}: leave out --resume")
         return
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     bench.save(config)
 
 
@@ -57,7 +54,7 @@ def run(bench: Bench, folder: Path) -> int:
     code = 0
     try:
         with stoppable():
-            measure(bench, folder, lambda text: print(text, flush=True))
+            measure(bench, folder)
     except Stopped as stopped:
         code = stopped.code
         print("stopped: ranks and hosts are gone; --resume goes on")
@@ -83,13 +80,12 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return list({tuple(turn[key] for key in Turn._fields): turn for turn in turns}.values())
 
 
-def measure(bench: Bench, folder: Path, say: Callable[[str], object]) -> None:
+def measure(bench: Bench, folder: Path) -> None:
     """Take every turn that has no result yet. Hosts and ranks are gone when it returns or raises.
 
     Args:
         bench: what to measure.
         folder: the result of each turn is appended to ``turns.jsonl`` in it.
-        say: called with what happens.
 
     Raises:
         HostsError: the hosts cannot be set up.
@@ -103,7 +99,7 @@ def measure(bench: Bench, folder: Path, say: Callable[[str], object]) -> None:
             link = {"link": str(hosts or "shared memory (MPI), loopback TCP")}
             if hosts:
                 link["reached"] = ", ".join(speed(bits) for bits in hosts.measure())
-            say(f"{link['link']}: starting ranks")
+            print(f"{link['link']}: starting ranks", flush=True)
             groups: dict[str, Group] = {}
             for turn in (turn for turn in missing if turn.rate == rate):
                 where = turn.contender.where
@@ -113,7 +109,7 @@ def measure(bench: Bench, folder: Path, say: Callable[[str], object]) -> None:
                 line = turn.key | link | _take(turn, bench, groups[where])
                 jsonl.append(folder / TURNS, line)
                 times = ", ".join(f"{one['seconds']:.3g} s" for one in line.get("exchanges", ()))
-                say(f"{turn}: {times or 'failed: ' + line['failed']}")
+                print(f"{turn}: {times or 'failed: ' + line['failed']}", flush=True)
 
 
 def _take(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
