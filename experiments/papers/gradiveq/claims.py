@@ -276,9 +276,10 @@ def carries(rows: pd.DataFrame) -> Verdict:
         f"{net}, dense from step {start:g} on, {entry}": [ratio <= LASTS for ratio in each]
         for (net, start, entry), each in ratios.items()
     }
+    best = min(pd.Series(each).median() for each in ratios.values())
     late = [f"{spread(each)} for {net} with {entry} settings" for (net, start, entry), each in ratios.items() if start]
     return Verdict(
-        judge(cells, f"the error is at best {number(min(map(min, ratios.values())))} times the oracle's"),
+        judge(cells, f"the error is at best {number(best)} times the oracle's"),
         f"Error over the oracle's, windows in the middle of training: {', '.join(late)}.",
         {"Medians over steps and layers": over_seeds(medians, by, ["error", "oracle", "ratio"])},
         over_time(found),
