@@ -397,7 +397,7 @@ def aggregation(rows: pd.DataFrame) -> Verdict:
     best = spread(judged[net, link, scheme], rate_of)
     plain = max(pd.Series(each).median() for place, each in judged.items() if place[2] == "8x")
     steps = over_seeds(rows, ["net", "link", "ring", "sent"], ["seconds"])
-    drawn = plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""})
+    drawn = plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""}, columns=1)
     fits = ", ".join(f"{spread(some['fit'], seconds_of)} ({each})" for (each,), some in groups(rows, "net"))
     return Verdict(
         judge(cells, f"the fastest cycle is {best} as fast as dense"),
