@@ -13,7 +13,7 @@ An area of the experiments adds a page in three steps:
    ``experiments/results/*.json`` (``experiments.report.results.load``), and measures nothing.
 3. Name the function in ``AREAS``. It is imported only when one of its pages is built.
 
-A function may also return the whole text of a page, a string, in the place of the variables; then there is no template.
+A function may also return the whole text of a page, a string; then there is no template.
 
 Variables may be numbers, strings, lists, data frames (``{{ frame | table }}``,
 ``{{ frame | table(time=seconds_of, sent=num_bytes) }}``) or pictures. A picture is a matplotlib figure of
@@ -51,15 +51,16 @@ from experiments.papers.page import PAPERS  # noqa: E402
 from experiments.report import numbers, plots, results, tables  # noqa: E402
 from hvdcompress import registry  # noqa: E402
 
-#: Page -> "module:function", which takes the page's name and returns the template's variables, or the page's text.
+#: Page -> "module:function", which takes the page's name and returns the template's variables or the page's text.
 AREAS: dict[str, str] = {
     "README": "pages:readme",
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
+    "momentum-results": "pages:momentum_results",
     "results": "pages:results_page",
-    "reliability": "pages:reliability",
     "bench": "experiments.bench.pages:context",
     "scale": "experiments.cost_model.pages:context",
+    "reliability": "pages:reliability",
     **{f"papers/{name}": "experiments.papers.page:published" for name in ("README", *PAPERS)},
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"
@@ -76,10 +77,11 @@ def path_of(page: str) -> Path:
     return (ROOT if page == "README" else DOCS) / f"{page}.md"
 
 
-def variables(page: str) -> Any:
+def variables(page: str) -> dict[str, Any] | str:
     """Return what the page's area gives to its template, or the text of the page."""
     module, _, function = AREAS.get(page, "").partition(":")
-    return getattr(import_module(module), function)(page) if module else {}
+    found: dict[str, Any] | str = getattr(import_module(module), function)(page) if module else {}
+    return found
 
 
 def build(page: str) -> dict[Path, str]:
@@ -88,8 +90,7 @@ def build(page: str) -> dict[Path, str]:
     files: dict[Path, str] = {}
     given = variables(page)
     if isinstance(given, str):
-        return {target: NOTE.format(AREAS[page].replace(".", "/").replace(":", ".py: ")) + given}
-    given = dict(given)
+        return {target: NOTE.format(AREAS[page].partition(":")[0].replace(".", "/")) + given}
     for name, value in given.items():
         if isinstance(value, Figure):
             picture = target.with_name(f"{target.stem}-{name.replace('_', '-')}.svg")

@@ -29,6 +29,39 @@ RACES = {
     "lstm": "LSTM, 2.0 million: 2.7 bits",
     "transformer": "transformer, 1.8 million, AdamW: 3.0 bits",
 }
+#: contender and task of experiments/results/momentum.json -> names on the page
+CONTENDERS = {
+    "dense": "dense",
+    "topk:plain": "top-k, momentum kept",
+    "topk": "top-k",
+    "gaussiank": "Gaussian-k",
+    "scalecom_48x": "ScaleCom, 48x",
+    "redsync": "RedSync",
+    "gtopk": "gTop-k",
+    "dgc": "DGC",
+    "powersgd_r4": "PowerSGD, rank 4",
+    "powersgd_r1": "PowerSGD, rank 1",
+}
+NETS = {
+    "mlp": "MLP of 1.9 million",
+    "cnn": "CNN with BatchNorm",
+    "lstm": "LSTM, text",
+    "mnist_example": "Horovod's MNIST example",
+    "transformer": "transformer, AdamW",
+}
+FORMS = {"plain": ", keep", "": ", adapt", "cancelled": ", cancel"}
+REMEDIES = {
+    "topk:plain": "top-k, momentum kept",
+    "topk": "top-k",
+    "topk:cancelled": "top-k, momentum cancelled",
+    "dgc": "DGC",
+    "gmc": "GMC",
+    "lowpass:plain": "low-pass filter, β = 0.1",
+    "regtopk:plain": "RegTop-k",
+    "regtopk": "RegTop-k, momentum adapted",
+    "ef21_sgdm": "EF21-SGDM",
+}
+STEPS = {"fnn3": 300, "lenet5": 300}  #: of trainings that are not 1500 steps long
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 
 
@@ -97,19 +130,12 @@ def cell(row: pd.Series) -> str:
 def picture(frame: pd.DataFrame) -> Figure:
     """Draw seconds to the target against the link's speed."""
     drawn, (ax,) = plots.figure(1, height=3.2)
+    grey = {"dense": "0.35", "noop": "0.65"}
     for number, (contender, label) in enumerate(NAMES.items()):
         rows = frame[frame.contender == contender].set_index("rate").reindex(list(LINKS))
-        grey = contender in ("dense", "noop")
-        ax.plot(
-            list(LINKS.values()),
-            rows.seconds,
-            color={"dense": "0.35", "noop": "0.65"}.get(contender, f"C{number - 1}"),
-            linestyle="--" if grey else "-",
-            linewidth=3 if contender == "auto" else 1.5,
-            marker="o",
-            markersize=4,
-            label=label,
-        )
+        style = {"color": grey.get(contender, f"C{number - 1}"), "linestyle": "--" if contender in grey else "-"}
+        width = 3 if contender == "auto" else 1.5
+        ax.plot(list(LINKS.values()), rows.seconds, "o", markersize=4, label=label, linewidth=width, **style)
     ax.set(yscale="log", xlabel="speed of the links", ylabel="seconds to 84 % (less is better)")
     ax.set_yticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
     ax.minorticks_off()
@@ -118,23 +144,55 @@ def picture(frame: pd.DataFrame) -> Figure:
 
 
 def momentum(page: str) -> dict[str, Any]:
-    """Return the tables and the picture of "Momentum"."""
-    gaps = results.load("momentum-gaps")
-    bits = set(gaps.task[gaps.unit == "bits"])
-    gaps["cell"] = [
-        f"{row.score:g} {row.unit}"
-        if pd.isna(row.gap)
-        else interval(row.gap, row.high - row.gap, 3 if row.task in bits else 2, bool(row.passes))
-        for row in gaps.itertuples()
-    ]
-    rates = results.load("momentum-largest-rate").dropna(subset="optimizer_momentum")
-    rates["column"] = rates.net + ", " + rates.optimizer_momentum
+    """Return the picture of "Momentum"."""
+    return {"scores": study.picture(results.load("momentum"))}
+
+
+def momentum_results(page: str) -> dict[str, Any]:
+    """Return the tables of "Momentum, measured"."""
+    found = study.summary(results.load("momentum"))
+    found = found[found.steps == found.task.map(STEPS).fillna(1500)].copy()
+    adam = (found.task == "transformer") & found.contender.str.endswith(":cancelled")  # beta1 = 0, as auto has it
+    found.loc[adam, "contender"] = found.contender.str.removesuffix(":cancelled")
+    gaps = found[found.contender.isin(list(CONTENDERS)) & found.task.isin(list(NETS))].copy()
+    gaps["cell"] = [gap_cell(row) for row in gaps.itertuples()]
+    rates = found[found.task.isin(["fnn3", "lenet5"])].copy()
+    rates["method"], rates["form"] = rates.contender.str.split(":").str[0], rates.contender.str.split(":").str[1]
+    rates["column"] = rates.task.map({"fnn3": "FNN-3", "lenet5": "LeNet-5"}) + rates.form.fillna("").map(FORMS)
     rates["cell"] = ["diverged" if row.diverged else signed(row.gap, 1) for row in rates.itertuples()]
+    columns = [net + form for net in ("FNN-3", "LeNet-5") for form in FORMS.values()]
+    methods = {name: CONTENDERS[name] for name in ("topk", "scalecom_48x", "powersgd_r4")}
     return {
-        "gaps": wide(gaps, "contender", "task"),
-        "largest_rate": wide(rates, "method", "column"),
-        "scores": study.picture(results.load("momentum")),
+        "gaps": wide(gaps, {"contender": CONTENDERS}, {"task": NETS}),
+        "largest_rate": wide(rates, {"method": methods}, {"column": dict(zip(columns, columns, strict=True))}),
+        "remedies": remedies(found),
     }
+
+
+def gap_cell(row: Any) -> str:
+    """Return a gap with half of its interval's width, in bold if it is closed; of dense training the score."""
+    places = 2 if row.unit == "%" else 3
+    if pd.isna(row.gap):
+        return f"{row.score:.{places}f} {row.unit}"
+    text = f"{signed(row.gap, places)} ± {row.high - row.gap:.{places}f}"
+    return f"**{text}**" if row.closed else text
+
+
+def remedies(found: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of remedies: gaps at the best rate, with the rate's factor and few seeds in parentheses."""
+    nets = {"fnn3": "FNN-3", "lenet5": "LeNet-5", "lstm": "LSTM, text"}
+    best = study.at_best_rates(found)
+    best = best[best.contender.isin(list(REMEDIES)) & best.task.isin(list(nets))].copy()
+    best["cell"] = [remedy_cell(row) for row in best.itertuples()]
+    return wide(best, {"contender": REMEDIES}, {"task": nets})
+
+
+def remedy_cell(row: Any) -> str:
+    """Return a gap, with the factor of the learning rate if it is not 1, and the number of seeds if they are few."""
+    notes = [] if row.rate == 1 else [f"×{row.rate:g}"]
+    notes += [] if row.seeds > 2 else ["1 seed" if row.seeds == 1 else "2 seeds"]
+    gap = signed(row.gap, 2 if row.unit == "%" else 3) if row.seeds == 1 else gap_cell(row).strip("*")
+    return gap + (f" ({', '.join(notes)})" if notes else "")
 
 
 def results_page(page: str) -> dict[str, Any]:
@@ -153,23 +211,22 @@ def results_page(page: str) -> dict[str, Any]:
     return {"methods_table": table.iloc[1:], "dense": {"digits": digits.score["none"], "text": text.score["none"]}}
 
 
-def wide(frame: pd.DataFrame, index: str, columns: str) -> pd.DataFrame:
-    """Return a table of the column ``cell``, with rows and columns in the order in which the frame has them."""
-    rows, names = (list(dict.fromkeys(frame[name])) for name in (index, columns))
-    table = frame.pivot(index=index, columns=columns, values="cell").loc[rows, names]
-    table.columns.name = None
-    return table.reset_index()
+def wide(frame: pd.DataFrame, index: dict[str, dict[str, str]], columns: dict[str, dict[str, str]]) -> pd.DataFrame:
+    """Return a table of the column ``cell``: {column of the frame: {value: name}} for its rows and its columns."""
+    ((row, rows),) = index.items()
+    ((column, names),) = columns.items()
+    table = (
+        frame.pivot(index=row, columns=column, values="cell")
+        .reindex(index=list(rows), columns=list(names))
+        .rename(index=rows)
+    )
+    table.columns = pd.Index(names.values())
+    return table.fillna("–").rename_axis(row).reset_index()
 
 
 def signed(value: float, places: int) -> str:
     """Return a number with its sign: ``+0.5``, ``−0.5``, ``0.0``."""
     return f"{value:+.{places}f}".replace("-", "−") if value else f"{0:.{places}f}"
-
-
-def interval(value: float, half: float, places: int, bold: bool) -> str:
-    """Return a gap with half of its interval's width."""
-    text = f"{signed(value, places)} ± {half:.{places}f}"
-    return f"**{text}**" if bold else text
 
 
 def reliability(page: str) -> dict[str, Any]:

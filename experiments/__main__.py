@@ -23,7 +23,7 @@ COMMANDS = {
     "bench": "experiments.bench.command:benchmarks",
     "compare": "experiments.compare:compare",
     "scale": "experiments.cost_model.command:scale",
-    "reproduce": "experiments.commands.papers:reproduce",
+    "reproduce": "experiments.papers.command:reproduce",
     "hosts": "experiments.cluster.command:hosts",
 }
 

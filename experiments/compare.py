@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import typer
 
 from experiments import phases
-from experiments.commands.shared import RUNS, methods_of
 from experiments.configfile import MethodEntry
-from experiments.output.gradients import Gradients, load, save
+from experiments.options import methods_of
 from experiments.report import numbers, results, tables
+from experiments.training.gradients import Gradients, load, save
 from hvdcompress.loopback import Loopback
 
 __all__ = ["Gradients", "compare", "load", "measure", "save"]
@@ -61,16 +62,16 @@ def measure(entry: MethodEntry, gradients: Gradients) -> dict[str, Any]:
         cosines.append(_cosine(out, mean) if compressed else math.nan)
     some = any(compressed for _, compressed in errors)  # else the method sends everything, always
     each = [error if compressed or not some else math.nan for error, compressed in errors]
-    spread, thirds = phases.spread(each), phases.by_phase(each)
+    low, middle, high = pd.Series(each, dtype=float).quantile([0.25, 0.5, 0.75])
     whole = None
     if plan.program.main.feedback != "momentum":
         whole = _error(np.sum(outs, axis=0), np.sum(means, axis=0))
     return {
         "method": entry.label,
-        "one_exchange": spread.median if spread else math.nan,
-        "low": spread.low if spread else math.nan,
-        "high": spread.high if spread else math.nan,
-        **{name: third.median if third else math.nan for name, third in thirds.items()},
+        "one_exchange": middle,
+        "low": low,
+        "high": high,
+        **phases.by_phase(each),
         "steps": sum(not math.isnan(error) for error in each),
         "cosine": float(np.nanmedian(cosines)) if some else 1.0,
         "whole_run": whole,
@@ -104,14 +105,16 @@ def compare(
         typer.Option(help="An experiment: a YAML file or a packaged one's name. Default: every method as it comes."),
     ] = None,
     methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for one-exchange.json.")] = RUNS,
+    out: Annotated[Path, typer.Option(help="Folder for one-exchange.json.")] = Path("runs"),
 ) -> None:
     """Show how each method performs on saved gradients: error, cosine, bytes and compression ratio.
 
     The error of one exchange is the median over the steps, with its quartiles and the medians of the early, middle and
     late third of them. Where the gradients' norm collapses, a warning says so.
+
+    Example: python -m experiments compare gradients.safetensors --methods topk,scalecom
     """
-    entries, given = methods_of(config, methods, ["comparison", "experiment"]), load(gradients)
+    entries, given = methods_of(config, methods, "bench", "experiments"), load(gradients)
     records = [measure(entry, given) for entry in entries]
     written = results.save("one-exchange", records, out, gradients=str(gradients))
     shares = ("one_exchange", "low", "high", *phases.PHASES, "whole_run")

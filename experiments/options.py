@@ -43,26 +43,21 @@ def config_file(given: Path | str, *kinds: str) -> Path:
     return known[str(given)]
 
 
-def emulated_hosts(
-    count: int | None, rate: str | None, slow: list[str] | None, delay: str | None, ranks: int | None = None
-) -> Hosts | None:
+def emulated_hosts(count: int | None, rate: str | None, ranks: int | None = None) -> Hosts | None:
     """Return the emulated hosts that were asked for, or None.
 
     Raises:
         ValueError: the options contradict each other.
     """
     from experiments.cluster.hosts import Hosts
-    from experiments.cluster.rates import slow_hosts
 
-    if count is None:
-        if rate or slow or delay:
-            raise ValueError("--rate, --slow and --delay are for emulated hosts: give --hosts, too")
+    if (count is None) != (rate is None):
+        raise ValueError("emulated hosts need --hosts and the rate of their links, such as --hosts 4 --rate 1gbit")
+    if count is None or rate is None:
         return None
-    if rate is None:
-        raise ValueError("--hosts needs the links' speed, such as --rate 1gbit")
     if ranks not in (None, count):
         raise ValueError(f"-np {ranks} and --hosts {count}: each host runs one rank, so leave out -np")
-    return Hosts(count, rate, slow_hosts(slow or []), delay)
+    return Hosts(count, rate)
 
 
 def methods_of(config: str | None, labels: str | None, *kinds: str) -> Sequence[MethodEntry]:

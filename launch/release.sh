@@ -2,7 +2,7 @@
 # Usage: launch/release.sh [TAG]
 #
 # Builds the sdist and the wheel in dist/, checks them with twine, and installs the wheel in an empty virtual
-# environment. There the numpy core is tried, then, with the extra "cli", the command and the packaged configurations.
+# environment. There the numpy core is tried, then, with the extra "cli", the command.
 # With TAG (v0.1.0) the version in hvdcompress/__init__.py must be the tag's, and CHANGELOG.md must have a section of it
 # with a date.
 #
@@ -48,7 +48,10 @@ asked=$(empty/bin/hvdcompress --version 2>&1 || true)
 [[ $asked == *"pip install 'hvdcompress[cli]'" ]] || die "release.sh: without its extra the command says: $asked"
 empty/bin/pip install -q "$wheel[cli]"
 [[ $(empty/bin/hvdcompress --version) == "$version" ]] || die "release.sh: the installed command has another version"
-empty/bin/hvdcompress methods --format csv >/dev/null
-empty/bin/hvdcompress configs --format csv >/dev/null
-empty/bin/python -m experiments scale --set 100000 --workers 4 --methods fp16 >/dev/null
+empty/bin/hvdcompress doctor --json >/dev/null
+empty/bin/hvdcompress methods --json >/dev/null
+empty/bin/hvdcompress configs topk --copy plan.yaml
+empty/bin/python -c 'import hvdcompress; assert hvdcompress.load("plan.yaml") == hvdcompress.load({"method": "topk"})'
+alone=$(empty/bin/hvdcompress advise --model mine:make_model --data mine:make_batch 2>&1 || true)
+[[ $alone == *"pip install 'hvdcompress[torch]'" ]] || die "release.sh: without PyTorch advise says: $alone"
 say "fine: dist/ has $(cd "$ROOT/dist" && echo *)"

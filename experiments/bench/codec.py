@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,13 +21,13 @@ import pandas as pd
 
 from experiments import nets
 from experiments.bench.devices import Cpu, device
-from experiments.bench.lockstep import PARTS, Lockstep, draw, warm_steps
+from experiments.bench.lockstep import PARTS, draw, time_steps
 from hvdcompress import registry
-from hvdcompress.method import Array, Method, TensorSpec
+from hvdcompress.method import Method, TensorSpec
 from hvdcompress.parts import select
-from hvdcompress.plan import BY_NAME, Plan, PlanError, load, settings_of
+from hvdcompress.plan import BY_NAME, Plan, load, settings_of
 
-__all__ = ["PARTS", "asked_for", "ddp_powersgd", "grace_topk", "measure", "run", "tensors_of"]
+__all__ = ["PARTS", "plans", "ddp_powersgd", "grace_topk", "measure", "run", "tensors_of"]
 
 DENSITY = 0.01  #: of every method that has one, unless its own is given
 #: GradiVeQ's usual 8 components of 100, on any tensor
@@ -36,14 +35,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "gradiveq": {"paper": True, "tensors": "all", "slice_elements": 768, "matrix_rank": 96, "dense_steps": 97},
 }
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "HVDCOMPRESS_THREADS")
-Call = Callable[[Array], Any]
+Call = Callable[[Any], Any]
 
 
-def asked_for(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Read methods as a user names them, such as "topk" or "topk density=0.001 values=fp16".
-
-    Args:
-        words: the methods; all methods if it is empty.
+def plans(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Read methods as a user names them, such as "topk" or "topk density=0.001 values=fp16"; all methods for none.
 
     Returns:
         Plans by label.
@@ -55,13 +51,8 @@ def asked_for(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     for text in words or registry.available():
         id, *pairs = text.replace(",", " ").split() or [""]
         usual = {"density": DENSITY} if "density" in registry.get(id).hyperparameters() else {}
-        plan = {"method": id, **usual, **SETTINGS.get(id, {})}
-        try:
-            plan |= settings_of(pairs)
-            load(plan)
-        except PlanError as error:
-            raise ValueError(f"{text!r}: {error}") from None
-        found[" ".join([id, *pairs])] = plan
+        found[" ".join([id, *pairs])] = plan = {"method": id, **usual, **SETTINGS.get(id, {}), **settings_of(pairs)}
+        load(plan)
     return found
 
 
@@ -89,7 +80,7 @@ def run(
 
     Returns:
         One record per method and per other implementation: ``copies`` (median), ``least`` (shortest run in shortest
-        copies), copies of each part, ``seconds`` (median), ``kept`` (state in sizes of the gradient), ``exchanges``.
+        copies), ``seconds`` (median), and for methods copies of each part.
 
     Raises:
         ValueError: the device is missing, a method sends the tensor dense, or memory did not suffice.
@@ -111,42 +102,26 @@ def measure(
     """Measure one method and its peers in this thread; :func:`run` has the arguments and the records."""
     plan, at, specs = load(settings), device(where), [TensorSpec(name, shape) for name, shape in shapes.items()]
     check(plan, specs, label)
-    ranks, sizes = Lockstep(plan, specs, world_size, at), [spec.size for spec in specs]
-    n, ends = sum(sizes), np.cumsum([0, *sizes])
-    rows, to = at.array(draw(n, 4)), at.empty(n)
-    gradients = [[at.empty(size) for size in sizes] for _ in range(world_size)]
-
-    def ours(x: Array) -> dict[str, float]:
-        for each in gradients:
-            for out, start, stop in zip(each, ends, ends[1:], strict=False):
-                out[:] = x[start:stop]
-        return ranks.step(gradients)
-
+    n = sum(spec.size for spec in specs)
+    x, to = at.array(draw(n, 1)[0]), at.empty(n)
     others = peers(plan.program.main, specs[0], world_size, at) if len(specs) == 1 else {}
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy", *others)}
 
-    def timed(call: Call) -> Callable[[Array], dict[str, float]]:
-        return lambda x: {"call": at.timed(call, x)[1]}
+    def turn() -> None:
+        seconds["copy"].append(at.timed(to.__setitem__, slice(None), x)[1])
+        for name, call in others.items():
+            seconds[name].append(at.timed(call, x)[1])
 
-    calls = {"": ours, **{name: timed(call) for name, call in others.items()}}
-    for step in range(warm_steps(plan)):
-        ours(rows[step % len(rows)])
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
-    for turn in range(runs + 1):  # the first turn makes buffers and compiles
-        for name, call in calls.items():
-            copy = at.timed(to.__setitem__, slice(None), rows[turn % len(rows)])[1]
-            taken[name].append({"copy": copy, **call(rows[turn % len(rows)])})
-    found = []
-    for name, each in taken.items():
-        frame = pd.DataFrame(each[1:])
-        parts = frame.drop(columns="copy")
-        whole = parts.sum(axis=1)
-        record = {"method": label, "peer": name or None, "copies": (whole / frame["copy"]).median()}
-        record |= {"least": whole.min() / frame["copy"].min(), "seconds": whole.median()}
-        if not name:
-            record |= parts.div(frame["copy"], axis=0).median().to_dict()
-            record["kept"] = statistics.fmean(rank.num_state_bytes() for rank in ranks.ranks) / (4 * n)
-            record["exchanges"] = len(ranks.buckets)
-        found.append(record)
+    parts = pd.DataFrame(time_steps(plan, specs, world_size, runs, device=at, before=turn))
+    taken = pd.DataFrame({name: each[-runs:] for name, each in seconds.items()}).assign(ours=parts.sum(axis=1))
+    copies = taken.div(taken["copy"], axis=0).median()
+    least = taken.min() / taken["copy"].min()
+    found = [
+        {"method": label, "peer": name, "copies": copies[name or "ours"], "least": least[name or "ours"]}
+        | {"seconds": taken[name or "ours"].median()}
+        for name in (None, *others)
+    ]
+    found[0] |= parts.div(taken["copy"], axis=0).median().to_dict()
     return found
 
 
@@ -186,10 +161,6 @@ def peers(method: Method, spec: TensorSpec, world_size: int, at: Cpu) -> dict[st
     elif method.id in ("fp16", "bf16"):
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[method.id]
         calls[f"{dtype} and back to float32"] = lambda x: x.to(dtype).to(torch.float32)
-    elif method.id == "fft":
-        block = any_method.block_length(spec.size)
-        whole = spec.size // block * block
-        calls["torch.fft: rfft and irfft"] = lambda x: torch.fft.irfft(torch.fft.rfft(x[:whole].view(-1, block)), block)
     elif method.id == "powersgd":
         rows, columns = any_method.matrix(spec)
         first = torch.as_tensor(at.array(np.random.default_rng(0).standard_normal((columns, any_method.matrix_rank))))

@@ -9,13 +9,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from experiments.commands.shared import RUNS, config_argument, split
-
 
 def exchanges(
-    config: Annotated[
-        str, config_argument("A benchmark: a YAML file, or a packaged one's name (see configs).", "benchmark")
-    ],
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of one in configs/bench.")],
     hosts: Annotated[int | None, typer.Option(min=2, help="Emulated hosts, instead of the file's.")] = None,
     rates: Annotated[
         str | None, typer.Option(help="Rates of their links, with commas: 100mbit,1gbit; loopback: no emulated hosts.")
@@ -25,30 +21,22 @@ def exchanges(
     rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each, instead of the file's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/bench-NAME, or -2, …")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on: turns that were taken are kept.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the folder first.")] = False,
 ) -> None:
     """Measure how long methods take to reduce gradients over links of chosen rates, and stock Horovod and DDP.
 
     `python -m experiments bench CONFIG` is short for this command. Emulated hosts need root and iproute2. Writes
-    config.yaml, turns.jsonl, bench-NAME.json and a picture. Exit status: 0; 1 if something failed; 2 for a bad
-    configuration; 130 after Ctrl-C.
-    """
-    from experiments import packaged
-    from experiments.bench import run as benchmark
-    from experiments.bench.config import LOOPBACK, Bench
-    from experiments.cluster import launch
-    from experiments.cluster.hosts import HostsError, problem
-    from experiments.output import folder as folders
+    config.yaml, turns.jsonl, bench-NAME.json and a picture.
 
-    asked = Bench.open(packaged.resolve(config, ["benchmark"])).override(
-        hosts, split(rates), split(methods), split(sets), rounds
-    )
-    if any(contender.where not in ("ddp", "mpi4py") for contender in asked.contenders()):
-        launch.lines((), asked.hosts, "horovod")  # raises if Horovod is not installed
-    if set(asked.rates) != {LOOPBACK} and (missing := problem()):
-        raise HostsError(f"{missing}\nOr measure with --rates loopback.")
-    folder = folders.choose(RUNS, f"bench-{asked.name}", out, resume, overwrite)
-    with folders.users_own(folder):
+    Example: sudo python -m experiments bench resnet50 --rates 100mbit,1gbit
+    """
+    from experiments.bench import run as benchmark
+    from experiments.bench.config import Bench
+    from experiments.options import config_file, split
+    from experiments.report.folders import choose, users_own
+
+    asked = Bench.open(config_file(config, "bench")).override(hosts, split(rates), split(methods), split(sets), rounds)
+    folder = choose(f"bench-{asked.name}", out, resume)
+    with users_own(folder):
         benchmark.prepare(folder, asked, resume)
         code = benchmark.run(asked, folder)
     raise typer.Exit(code)
@@ -73,20 +61,22 @@ def codec(
     runs: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 9,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks: so many payloads are decoded.")] = 2,
     device: Annotated[Device, typer.Option(help="Where gradients lie.")] = Device.cpu,
-    out: Annotated[Path, typer.Option(help="Folder for codec.json.")] = RUNS,
+    out: Annotated[Path, typer.Option(help="Folder for codec.json.")] = Path("runs"),
 ) -> None:
     """Measure what a rank computes in a step, in copies of its gradient: without a network, in one thread.
 
     Methods have density 0.01, unless their settings say otherwise. Each takes turns with other implementations of it,
     and a copy of the gradient is timed before each turn. All methods take about ten minutes.
+
+    Example: python -m experiments bench codec -m "topk density=0.001" --net resnet50
     """
     from experiments.bench import codec as benchmark
     from experiments.report import results, tables
     from experiments.report.numbers import number, seconds_of
 
     shape = benchmark.tensors_of(net, elements)
-    frame = benchmark.run(benchmark.asked_for(methods or ()), shape, world_size, runs, device.value)
-    figures = dict.fromkeys(("copies", "least", *benchmark.PARTS, "kept"), number)
+    frame = benchmark.run(benchmark.plans(methods or ()), shape, world_size, runs, device.value)
+    figures = dict.fromkeys(("copies", "least", *benchmark.PARTS), number)
     tables.show(frame, f"{net or elements} elements, {world_size} ranks, {device.value}", **figures, seconds=seconds_of)
     print(f"written: {results.save('codec', frame, out, net=net, elements=elements, world_size=world_size)}")
 

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from experiments import nets
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.rates import Rate, slow_hosts
+from experiments.cluster.rates import Rate
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
-from experiments.output import gradients as saved
 from experiments.report.numbers import number
+from experiments.training import gradients as saved
 from hvdcompress.registry import suggest
 
 __all__ = ["BASELINES", "LOOPBACK", "Bench", "Contender", "Turn"]
@@ -28,6 +28,18 @@ Over = Literal["ring", "mpi", "gloo", "ddp", "mpi4py"]
 BASELINES = tuple(f"{kind} {where}" for where in ("ring", "mpi", "gloo", "ddp") for kind in ("none", "fp16"))
 BASELINES += ("powersgd ddp",)
 LOOPBACK = "loopback"  #: the rate of a benchmark without emulated hosts
+
+
+def known_baseline(name: str, device: str) -> None:
+    """Check a baseline's name.
+
+    Raises:
+        ValueError: it is unknown, or cannot have gradients on that device.
+    """
+    if name not in BASELINES:
+        raise ValueError(f"unknown {name!r}{suggest(name, list(BASELINES))}; known: {', '.join(BASELINES)}")
+    if device == "cuda" and not name.endswith(" ddp"):
+        raise ValueError("must be over ddp where device is cuda")
 
 
 class GradientSet(BaseModel):
@@ -51,13 +63,12 @@ class GradientSet(BaseModel):
             ValueError: neither a net nor gradients are given, or no tensor matches.
             FileNotFoundError: there is no such file.
         """
-        if self.net is not None and self.gradients is None:
-            found = nets.get(self.net)
-        elif self.net is None and self.gradients is not None:
-            first = saved.load(Path(self.gradients))[0][0]
-            found = {name: tuple(array.shape) for name, array in first.items()}
-        else:
+        if (self.net is None) == (self.gradients is None):
             raise ValueError("give either net or gradients")
+        if self.gradients is not None:
+            found = {name: tuple(array.shape) for name, array in saved.load(Path(self.gradients))[0][0].items()}
+        else:
+            found = nets.get(self.net or "")
         kept = {n: s for n, s in found.items() if not self.only or any(fnmatchcase(n, glob) for glob in self.only)}
         if not kept:
             raise ValueError(f"no tensor matches {', '.join(self.only)}; there are {', '.join(list(found)[:5])}, …")
@@ -107,10 +118,6 @@ class Bench(ConfigFile):
     """Emulated hosts, with one rank each."""
     rates: list[str] = Field(["100mbit", "1gbit"], min_length=1)
     """Of their links; "loopback": no emulated hosts."""
-    slow: list[str] = []
-    """Hosts with a rate of their own: ``3=10mbit``."""
-    delay: str | None = None
-    """How much later each frame arrives, such as 1ms; needs netem in the kernel."""
     awake: bool = False
     """Whether the ranks of other transports run while a contender is measured. By default they are stopped (SIGSTOP):
     Horovod and MPI poll even while they wait, and take CPU time from the ranks that compute."""
@@ -139,24 +146,14 @@ class Bench(ConfigFile):
         for at, one in enumerate(self.sets):
             check(("sets", at), one.tensors)
         for at, entry in enumerate(self.methods):
-            if "train" in entry.settings:
-                raise self.error(("methods", at, "train"), "nothing is trained here: remove the key")
-            if entry.over == "ddp" and entry.alone:
-                raise self.error(("methods", at, "alone"), "not over ddp: remove the key")
             if self.device == "cuda" and entry.over != "ddp":
                 raise self.error(("methods", at, "over"), "must be ddp where device is cuda")
             self._check_plan(at, entry.settings)
         for at, rate in enumerate(self.rates):
             if rate != LOOPBACK:
                 check(("rates", at), Rate.parse, rate)
-        for at, words in enumerate(self.slow):
-            check(("slow", at), lambda words=words: Hosts(self.hosts, "1gbit", slow_hosts([words])))
         for at, name in enumerate(self.baselines):
-            if name not in BASELINES:
-                hint = suggest(name, list(BASELINES))
-                raise self.error(("baselines", at), f"unknown {name!r}{hint}; known: {', '.join(BASELINES)}")
-            if self.device == "cuda" and not name.endswith(" ddp"):
-                raise self.error(("baselines", at), "must be over ddp where device is cuda")
+            check(("baselines", at), known_baseline, name, self.device)
 
     def contenders(self) -> list[Contender]:
         """Return the contenders, in the order of the tables."""
@@ -196,7 +193,7 @@ class Bench(ConfigFile):
 
     def hosts_at(self, rate: str) -> Hosts | None:
         """Return the emulated hosts with links of that rate, not up yet; None for loopback."""
-        return None if rate == LOOPBACK else Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay, self.pin)
+        return None if rate == LOOPBACK else Hosts(self.hosts, rate, pin=self.pin)
 
     def turns(self) -> list[Turn]:
         """Return every turn in the order in which they are taken.
@@ -218,6 +215,8 @@ class Bench(ConfigFile):
 class Turn:
     """A few exchanges of one contender, one after the other."""
 
+    KEY: ClassVar = ("rate", "set", "contender", "round")  #: what identifies a turn among the results
+
     rate: str
     set: GradientSet
     contender: Contender
@@ -225,8 +224,8 @@ class Turn:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Return what identifies the turn among the results."""
-        return {"rate": self.rate, "set": self.set.label, "contender": self.contender.label, "round": self.round}
+        """Return the values of :data:`KEY`."""
+        return dict(zip(self.KEY, (self.rate, self.set.label, self.contender.label, self.round), strict=True))
 
     def __str__(self) -> str:
         return f"{self.contender.label} on {self.set.label} at {self.rate}, round {self.round + 1}"

@@ -2,6 +2,10 @@
 
 A method behind the stock ``hvd.DistributedOptimizer`` or in PyTorch's DDP, either of these alone, or the MPI driver on
 NumPy arrays. All but the last get their gradients from a backward pass that only hands out prepared gradients.
+
+``prepare(gradients)`` does what is not measured and returns the function that is; ``take()`` hands over the reduced
+gradients and keeps no reference; ``forget()`` frees memory. ``splits``: whether the time can be split into codec and
+waiting; ``counts``: whether the ``ledger`` has bytes.
 """
 
 from __future__ import annotations
@@ -17,44 +21,16 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.loopback import Loopback
 
-__all__ = ["Contender", "OverDDP", "OverHorovod", "OverMPI"]
+__all__ = ["OverDDP", "OverHorovod", "OverMPI"]
 
 
-class Contender:
-    """A way to reduce the gradients of a set."""
-
-    splits = True  #: whether its time can be split into codec and waiting
-    counts = True  #: whether its ledger has bytes
-
-    def __init__(self, rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
-        self.ledger = Ledger(world_size, rank)
-
-    def prepare(self, gradients: Gradients) -> Callable[[], None]:
-        """Do what is not measured.
-
-        Args:
-            gradients: those of this rank, in the order of the set's tensors.
-
-        Returns:
-            What is measured: a function that reduces them.
-        """
-        raise NotImplementedError
-
-    def take(self) -> Gradients:
-        """Hand over the reduced gradients, and keep no reference: the next contender needs their memory."""
-        raise NotImplementedError
-
-    def forget(self) -> None:
-        """Free memory; hooks, and what they refer to, may live on."""
-        raise NotImplementedError
-
-
-class OverTorch(Contender):
+class OverTorch:
     """Parameters of a set's shapes, which get their gradients from a backward pass."""
 
+    splits = counts = True
+
     def __init__(self, key: str, tensors: Shapes, rank: int, world_size: int, device: str = "cpu"):
-        super().__init__(rank, world_size)
+        self.rank, self.ledger = rank, Ledger(world_size, rank)
         # Never read or written, so they take no memory
         made = {name: torch.empty(shape, device=device) for name, shape in tensors.items()}
         self.named = {f"{key}.{name}": torch.nn.Parameter(parameter) for name, parameter in made.items()}
@@ -175,15 +151,16 @@ class Net(torch.nn.Module):
         return loss(list(self.all), gradients)
 
 
-class OverMPI(Contender):
+class OverMPI:
     """A method under the MPI driver, on NumPy arrays: neither Horovod nor a backward pass."""
+
+    splits = counts = True
 
     def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         from hvdcompress.mpi import Compressor
 
         self.compressor = Compressor(what["settings"])
         self.compressor.watch(clock)
-        super().__init__(self.compressor.local.rank, self.compressor.local.world_size)
         self.names, self.ledger = list(tensors), self.compressor.ledger
         self.reduced: dict[str, Any] = {}
         if what["alone"]:

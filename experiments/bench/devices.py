@@ -16,9 +16,7 @@ from hvdcompress.method import Array
 from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
 
-__all__ = ["Cpu", "Cuda", "Tensors", "device"]
-
-Timed = tuple[Any, float]  #: what a call returned, and its seconds
+__all__ = ["Cpu", "Tensors", "device"]
 
 
 class Cpu:
@@ -38,7 +36,7 @@ class Cpu:
         """Return a float32 array [n] whose memory has been touched."""
         return np.full(n, 0.0, np.float32)
 
-    def timed(self, call: Callable[..., Any], *arguments: Any) -> Timed:
+    def timed(self, call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
         """Call, and return the result and the seconds."""
         began = time.thread_time()
         result = call(*arguments)
@@ -46,19 +44,16 @@ class Cpu:
 
 
 class Tensors(Cpu):
-    """PyTorch tensors and the array ops on them. On the CPU they serve tests.
+    """PyTorch tensors on "cuda", an NVIDIA GPU, or on "cpu", where they serve tests."""
 
-    Args:
-        where: the device of the tensors.
-        ops: the array ops; None: PyTorch's own.
-    """
-
-    def __init__(self, where: str, ops: Any = None):
+    def __init__(self, where: str):
         import torch
 
         import hvdcompress.ops.torch as general
+        from hvdcompress.ops import cuda
 
-        self.ops, self.torch, self.where = ops or general, torch, where
+        ops: Any = cuda if where == "cuda" else general
+        self.ops, self.torch, self.where = ops, torch, where
 
     def array(self, x: Array) -> Array:
         return self.torch.from_numpy(np.ascontiguousarray(x)).to(self.where)
@@ -69,26 +64,9 @@ class Tensors(Cpu):
     def empty(self, n: int) -> Array:
         return self.torch.zeros(n, dtype=self.torch.float32, device=self.where)
 
-
-class Cuda(Tensors):
-    """An NVIDIA GPU.
-
-    Raises:
-        ValueError: PyTorch is not installed or finds no GPU.
-    """
-
-    def __init__(self) -> None:
-        try:
-            import torch
-        except ImportError:
-            raise ValueError("--device cuda needs PyTorch, which is not installed (the extra torch)") from None
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device cuda: PyTorch {torch.__version__} finds no GPU; use --device cpu")
-        from hvdcompress.ops import cuda
-
-        super().__init__("cuda", cuda)
-
-    def timed(self, call: Callable[..., Any], *arguments: Any) -> Timed:
+    def timed(self, call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+        if self.where == "cpu":
+            return super().timed(call, *arguments)
         cuda = self.torch.cuda
         first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         cuda.synchronize()
@@ -103,6 +81,13 @@ def device(name: str) -> Cpu:
     """Return the device "cpu" or "cuda".
 
     Raises:
-        ValueError: this machine has none.
+        ValueError: this machine has no GPU.
+        ModuleNotFoundError: PyTorch is not installed.
     """
-    return Cuda() if name == "cuda" else Cpu()
+    if name == "cpu":
+        return Cpu()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device cuda: PyTorch {torch.__version__} finds no GPU; use --device cpu")
+    return Tensors("cuda")

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from experiments.bench.clock import Clock
-from experiments.bench.contenders import Contender, OverDDP, OverHorovod, OverMPI
+from experiments.bench.contenders import OverDDP, OverHorovod, OverMPI
 from experiments.bench.gradients import make_gradients
-from experiments.output import gradients as saved
+from experiments.training import gradients as saved
 
 __all__ = ["Exchanges"]
 
@@ -63,7 +63,7 @@ class Exchanges:
         self.rank, self.make, self.meet, self.clock, self.device = rank, make, meet, clock, device
         self.wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
         self.set: Set | None = None
-        self.contenders: dict[str, Contender] = {}
+        self.contenders: dict[str, OverHorovod | OverDDP | OverMPI] = {}
         self.step = 0
 
     def prepare(self, command: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,7 @@
-"""Gradients to measure with: random ones of given shapes, and a backward pass that hands out prepared ones."""
+"""Gradients to measure with: random numbers of given shapes, and a backward pass that hands out prepared gradients."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,36 +13,26 @@ Shapes = dict[str, list[int]]
 
 
 class Given(torch.autograd.Function):
-    """A parameter's part in the loss: its gradient is taken out of a box, after a pause."""
+    """A parameter's part in the loss: its gradient is taken out of a box."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, box: Gradients, pause: float) -> torch.Tensor:
-        ctx.box, ctx.pause = box, pause
+    def forward(ctx: Any, parameter: torch.Tensor, box: Gradients) -> torch.Tensor:
+        ctx.box = box
         return parameter.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        if ctx.pause:
-            time.sleep(ctx.pause)
-        return ctx.box.pop(), None, None  # nobody else holds it, so autograd makes it `.grad` without a copy
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.box.pop(), None  # nobody else holds it, so autograd makes it `.grad` without a copy
 
 
-def loss(
-    parameters: list[torch.nn.Parameter], gradients: Gradients, pauses: Sequence[float] | None = None
-) -> torch.Tensor:
-    """A loss whose backward pass gives the parameters fresh copies of these gradients, the last one first.
-
-    Args:
-        parameters: what gets them.
-        gradients: one for each.
-        pauses: seconds for which the backward pass waits before each, as for an accelerator; none without it.
-    """
-    each = zip(parameters, gradients, pauses or [0.0] * len(parameters), strict=True)
-    return torch.stack([Given.apply(parameter, [g.clone()], pause) for parameter, g, pause in each]).sum()
+def loss(parameters: list[torch.nn.Parameter], gradients: Gradients) -> torch.Tensor:
+    """Return a loss whose backward pass gives the parameters fresh copies of these gradients, the last one first."""
+    each = zip(parameters, gradients, strict=True)
+    return torch.stack([Given.apply(parameter, [gradient.clone()]) for parameter, gradient in each]).sum()
 
 
 def make_gradients(tensors: Shapes, rank: int, noise: float = 1.0) -> Gradients:
-    """Make normally distributed gradients; layers differ in scale, as in nets.
+    """Return normally distributed gradients of a rank; layers differ in scale, as in nets.
 
     Args:
         tensors: shapes by name.

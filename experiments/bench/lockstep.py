@@ -152,6 +152,7 @@ def time_steps(
     warm: int | None = None,
     device: Cpu | None = None,
     seed: int = 0,
+    before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Time the codec of one rank.
 
@@ -163,20 +164,20 @@ def time_steps(
         warm: steps before them; None: :func:`warm_steps`.
         device: where the gradients are; None: in host memory.
         seed: of the gradients.
+        before: is called before each step.
 
     Returns:
         Seconds by part of :data:`PARTS`, of each run.
     """
     at = device or Cpu()
-    ranks = Lockstep(plan, specs, world_size, at)
-    sizes = [spec.size for spec in specs]
-    rows = at.array(draw(sum(sizes), 4, seed))
-    ends = np.cumsum([0, *sizes])
-    gradients = [[at.empty(size) for size in sizes] for _ in range(world_size)]
+    ranks, ends = Lockstep(plan, specs, world_size, at), np.cumsum([0, *(spec.size for spec in specs)])
+    rows = at.array(draw(int(ends[-1]), 4, seed))
+    gradients = [[at.empty(spec.size) for spec in specs] for _ in range(world_size)]
     found = []
     for step in range((warm_steps(plan) if warm is None else warm) + runs):
         for rank, tensors in enumerate(gradients):
             for out, start, stop in zip(tensors, ends, ends[1:], strict=False):
                 out[:] = rows[(step + rank) % len(rows), start:stop]
+        before()
         found.append(ranks.step(gradients))
     return {part: [one[part] for one in found[-runs:]] for part in PARTS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from experiments.bench.ranks import Group, RankError
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.launch import LaunchError
 from experiments.cluster.rates import speed
+from experiments.report import jsonl
 from experiments.report.results import copy_speed
 
 __all__ = ["TURNS", "measure", "read"]
@@ -24,14 +24,9 @@ ROOM = 10  # times the bytes of a set: memory that a contender may need on each 
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the turns in a folder, the last one of each key; a line that a kill has cut off is left out."""
-    file = folder / TURNS
-    found = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        with contextlib.suppress(ValueError):
-            turn = json.loads(line)
-            found[turn["rate"], turn["set"], turn["contender"], turn["round"]] = turn
-    return list(found.values())
+    """Return the turns in a folder, the last one of each key."""
+    turns = jsonl.read(folder / TURNS)
+    return list({tuple(turn[key] for key in Turn.KEY): turn for turn in turns}.values())
 
 
 def measure(bench: Bench, folder: Path, say: Callable[[str], object]) -> None:
@@ -46,9 +41,7 @@ def measure(bench: Bench, folder: Path, say: Callable[[str], object]) -> None:
         HostsError: the hosts cannot be set up.
         LaunchError: the ranks cannot be started.
     """
-    earlier = [turn for turn in read(folder) if "failed" not in turn]
-    (folder / TURNS).write_text("".join(f"{json.dumps(turn)}\n" for turn in earlier), encoding="utf-8")
-    done = [{key: turn[key] for key in ("rate", "set", "contender", "round")} for turn in earlier]
+    done = [{key: turn[key] for key in Turn.KEY} for turn in read(folder) if "failed" not in turn]
     missing = [turn for turn in bench.turns() if turn.key not in done]
     for rate in dict.fromkeys(turn.rate for turn in missing):
         turns = [turn for turn in missing if turn.rate == rate]
@@ -61,8 +54,7 @@ def measure(bench: Bench, folder: Path, say: Callable[[str], object]) -> None:
             with _groups(turns, bench, hosts, folder / "log.txt") as groups:
                 for turn in turns:
                     line = turn.key | link | _take(turn, bench, groups[turn.contender.where], hosts)
-                    with (folder / TURNS).open("a", encoding="utf-8") as stream:
-                        stream.write(json.dumps(line) + "\n")
+                    jsonl.append(folder / TURNS, line)
                     times = ", ".join(f"{one['seconds']:.3g} s" for one in line.get("exchanges", ()))
                     say(f"{turn}: {times or 'failed: ' + line['failed']}")
 

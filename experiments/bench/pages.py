@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,30 +15,25 @@ __all__ = ["context"]
 BENCHES = ("resnet50", "ddp_hooks", "ddp_cuda", "awake", "resnet32", "gpt2", "alexnet", "vgg16_conv", "saved")
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 BASELINES = {"none ddp": "dense, DDP", "fp16 ddp": "DDP's fp16 hook", "powersgd ddp": "DDP's PowerSGD hook, rank 1"}
-DRAWN: tuple[str, ...] = (
-    "none ring",
-    "none mpi",
-    "fp16 ddp",
-    "powersgd ddp",
-    "topk 0.5 %",
-    "scalecom 100x",
-    "dgc 0.1 %",
-    "gtopk 0.5 %",
-)
-DRAWN += ("gaussiank 0.5 %", "randomk 1 %", "powersgd rank 1", "qsgd 4 bits", "signsgd", "fft", "fp16 compressor")
-LINES = {  # the table of nets: its rows, and the contenders' names in each benchmark
-    "top-k 0.5 %": {"resnet50": "topk 0.5 %", "gpt2": "topk 0.5 %", "alexnet": "topk 0.5 %"},
-    "ScaleCom 100x": dict.fromkeys(("resnet50", "gpt2", "alexnet", "vgg16_conv"), "scalecom 100x"),
-    "PowerSGD, rank 1": dict.fromkeys(("resnet50", "gpt2", "alexnet", "vgg16_conv"), "powersgd rank 1"),
-}
-HOOKS = ("fp16 ddp", "powersgd ddp", "fp16 in DDP", "powersgd rank 1 in DDP", "topk 1 % in DDP", "scalecom 48x in DDP")
-CODECS = ("fp16", "scalecom", "qsgd", "signsgd", "gaussiank", "topk", "dgc", "powersgd", "fft", "gradiveq")
+#: the bars of the picture
+DRAWN = ["none ring", "none mpi", "fp16 ddp", "powersgd ddp", "topk 0.5 %", "scalecom 100x", "dgc 0.1 %", "gtopk 0.5 %"]
+DRAWN += ["gaussiank 0.5 %", "randomk 1 %", "powersgd rank 1", "qsgd 4 bits", "signsgd", "fft", "fp16 compressor"]
+BEST = ["topk 0.5 %", "scalecom 100x", "powersgd rank 1"]
+HOOKS = ["fp16 ddp", "powersgd ddp", "fp16 in DDP", "powersgd rank 1 in DDP", "topk 1 % in DDP", "scalecom 48x in DDP"]
+CODECS = ["fp16", "scalecom", "qsgd", "signsgd", "topk", "dgc", "powersgd", "fft", "gradiveq"]
 NETS = {
     "resnet50": "ResNet-50",
     "gpt2": "a block of GPT-2",
     "alexnet": "AlexNet",
     "vgg16_conv": "VGG-16's convolutions",
 }
+PEERS = {
+    "top-k as GRACE publishes it": "GRACE's top-k",
+    "PowerSGD's arithmetic in DDP's hook": "PyTorch's PowerSGD hook",
+    "the same, and back to float32": "PyTorch's conversions",
+    "torch.fft: rfft and irfft": "the FFTs alone, PyTorch",
+}
+EXCHANGES = ["qsgd 4 bits", "signsgd", "powersgd rank 4", "topk density=0.01", "topk qsgd4", "fft density=0.15"]
 
 
 def context(page: str) -> dict[str, Any]:
@@ -58,17 +52,15 @@ def context(page: str) -> dict[str, Any]:
         return seconds_of(row(*place)["seconds"])
 
     resnet = frames["resnet50"]
-    nets = [
-        {"": line, **{title: _triple(frames[net], names[net]) if net in names else "–" for net, title in NETS.items()}}
-        for line, names in LINES.items()
-    ]
     return {
         "up": up,
         "took": took,
         "speed_up": speed_ups(resnet[resnet["contender"].isin(DRAWN)].assign(set="ResNet-50", rate=_rates(resnet))),
-        "by_rate": _by_rate(resnet, [*BASELINES, "topk 0.5 %", "scalecom 100x", "powersgd rank 1", "qsgd 4 bits"]),
+        "by_rate": _by_rate(resnet, [*BASELINES, *BEST, "qsgd 4 bits"]),
         "parts": _parts(resnet[resnet["rate"] == "1gbit"]),
-        "nets": pd.DataFrame(nets),
+        "nets": pd.DataFrame({title: _triples(frames[net]) for net, title in NETS.items()})
+        .rename_axis("")
+        .reset_index(),
         "hooks": _by_rate(frames["ddp_hooks"], HOOKS),
         "gpu": _by_rate(frames["ddp_cuda"], HOOKS),
         "to_loss": _to_loss(),
@@ -81,17 +73,23 @@ def _rates(frame: pd.DataFrame) -> pd.Series:
     return frame["rate"].map(RATES)
 
 
-def _triple(frame: pd.DataFrame, contender: str) -> str:
-    """Return speed-ups at the rates that were measured, such as ``42.9x, 11.7x, 2.81x``."""
-    return ", ".join(map(rate_of, frame[frame["contender"] == contender]["speed_up"]))
+def _triples(frame: pd.DataFrame) -> pd.Series:
+    """Return the speed-ups of the best methods at the rates that were measured, such as ``42.9x, 11.7x, 2.81x``."""
+    found = frame.groupby("contender")["speed_up"].agg(lambda values: ", ".join(map(rate_of, values)))
+    return found.reindex(BEST)
 
 
-def _by_rate(frame: pd.DataFrame, contenders: Sequence[str]) -> pd.DataFrame:
+def _wide(frame: pd.DataFrame, index: str, columns: str) -> pd.DataFrame:
+    """Return the texts of the column "cell" as a table."""
+    wide = frame.pivot_table("cell", index, columns, "first", sort=False)
+    return wide.rename_axis(None, axis=1).rename_axis("").reset_index()
+
+
+def _by_rate(frame: pd.DataFrame, contenders: list[str]) -> pd.DataFrame:
     """Return a table of contenders by rate: seconds, and how many times as fast as the best dense all-reduce."""
-    cells = frame["seconds"].map(seconds_of) + " (" + frame["speed_up"].map(rate_of) + ")"
-    wide = frame.assign(cell=cells, rate=_rates(frame)).pivot_table("cell", "contender", "rate", "first", sort=False)
-    found = wide.loc[list(contenders)].rename(BASELINES)
-    return found.rename_axis(None, axis=1).rename_axis("").reset_index()
+    rows = frame.set_index("contender").loc[contenders].rename(BASELINES).reset_index()
+    cells = rows["seconds"].map(seconds_of) + " (" + rows["speed_up"].map(rate_of) + ")"
+    return _wide(rows.assign(cell=cells, rate=_rates(rows)), "contender", "rate")
 
 
 def _parts(frame: pd.DataFrame) -> pd.DataFrame:
@@ -103,14 +101,12 @@ def _parts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _to_loss() -> pd.DataFrame:
-    """Return the share of dense training's seconds until the loss, per task and rate, for the lower losses."""
+    """Return the share of dense training's seconds until the lower of two losses, per method, task and rate."""
     frame = results.load("bench-training")
-    frame = frame[((frame["task"] == "digits") & (frame["loss"] == 0.02)) | (frame["loss"] == 2.4)]
-    places = frame["task"].map({"digits": "0.5 MB", "bytes": "1.9 MB"}) + ", " + frame["rate"].map(RATES)
-    frame = frame[frame["rate"] != "10gbit"]
-    shares = frame.assign(place=places, cell=frame["share"].map(lambda share: f"{100 * share:.0f} %"))
-    wide = shares[shares["method"] != "none"].pivot_table("cell", "method", "place", "first", sort=False)
-    return wide.rename_axis(None, axis=1).rename_axis("").reset_index()
+    frame = frame[frame["loss"].isin([0.02, 2.4]) & (frame["rate"] != "10gbit") & (frame["method"] != "none")]
+    places = frame["task"].map({"digits": "0.5 MB", "bytes": "1.9 MB"}) + ", " + _rates(frame)
+    shares = frame["share"].map(lambda share: f"{100 * share:.0f} %")
+    return _wide(frame.assign(place=places, cell=shares), "method", "place")
 
 
 def _codec() -> pd.DataFrame:
@@ -118,31 +114,16 @@ def _codec() -> pd.DataFrame:
     one = frame[frame["net"].isna()]
     ours = one[one["peer"].isna()].set_index("method")
     of_net = frame[frame["net"] == "resnet50"].set_index("method")["copies"]
-    names = {
-        "top-k as GRACE publishes it": "GRACE's top-k",
-        "PowerSGD's arithmetic in DDP's hook": "PyTorch's PowerSGD hook",
-        "the same, and back to float32": "PyTorch's conversions",
-        "torch.fft: rfft and irfft": "the FFTs alone, PyTorch",
-    }
-    others = one[one["peer"].isin(list(names))]
-    other = {row["method"]: f"{number(row['copies'])} ({names[row['peer']]})" for row in others.to_dict("records")}
+    others = one[one["peer"].isin(list(PEERS))]
+    other = {row["method"]: f"{number(row['copies'])} ({PEERS[row['peer']]})" for row in others.to_dict("records")}
     found = pd.DataFrame({"one tensor": ours["copies"], "ResNet-50's tensors": of_net})
-    found = found.loc[list(CODECS)].map(number)
+    found = found.loc[CODECS].map(number)
     found["another implementation"] = pd.Series(other)
     return found.rename_axis("method").reset_index()
 
 
 def _exchange() -> pd.DataFrame:
-    chosen = [
-        "qsgd 4 bits",
-        "signsgd",
-        "powersgd rank 4",
-        "topk density=0.01",
-        "topk qsgd4",
-        "fft density=0.15",
-        "topk like fft",
-    ]
-    frame = results.load("one-exchange").set_index("method").loc[chosen]
+    frame = results.load("one-exchange").set_index("method").loc[[*EXCHANGES, "topk like fft"]]
     shares = {name: frame[name].map(lambda share: f"{100 * share:.3g} %") for name in ("one_exchange", "whole_run")}
     return pd.DataFrame(
         {"one exchange": shares["one_exchange"], "whole run": shares["whole_run"], "ratio": frame["ratio"].map(rate_of)}

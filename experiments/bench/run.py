@@ -54,7 +54,9 @@ def run(bench: Bench, folder: Path) -> int:
         report.show(records)
         links = {turn["rate"]: f"{turn['link']}; {turn.get('reached', 'no network')}" for turn in turns}
         sets = {one.label: str(one) for one in bench.sets}
-        written = results.save(f"bench-{bench.name}", records, folder, sets=sets, links=links, hosts=bench.hosts)
+        conditions = f"others {'awake' if bench.awake else 'stopped'}, ranks {'pinned' if bench.pin else 'on any core'}"
+        about = {"hosts": bench.hosts, "conditions": conditions, "sets": sets, "links": links}
+        written = results.save(f"bench-{bench.name}", records, folder, **about)
         print(f"written: {written}, {plots.save(report.speed_ups(records), written.with_suffix('.svg'))}")
     failed = [turn for turn in turns if "failed" in turn]
     for turn in failed:

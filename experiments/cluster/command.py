@@ -10,16 +10,14 @@ import typer
 
 CountOption = Annotated[int | None, typer.Option("--hosts", min=2, help="Emulated hosts, one rank each; needs root.")]
 RateOption = Annotated[str | None, typer.Option(help="Their links: 100mbit, 1gbit, or 10mbit/1gbit to send/receive.")]
-SlowOption = Annotated[list[str] | None, typer.Option(metavar="HOST=RATE", help="A host with another rate: 3=10mbit.")]
-DelayOption = Annotated[str | None, typer.Option(help="How much later each frame arrives, such as 1ms.")]
 
 
 def hosts(
     command: Annotated[list[str], typer.Argument(help="A command for host0, such as: mpirun -H host0:1,host1:1 …")],
     count: Annotated[int, typer.Option("--hosts", min=2, help="How many hosts.")] = 4,
     rate: Annotated[str, typer.Option(help="Their links: 100mbit, 1gbit, or 10mbit/1gbit to send/receive.")] = "1gbit",
-    slow: SlowOption = None,
-    delay: DelayOption = None,
+    slow: Annotated[list[str] | None, typer.Option(metavar="HOST=RATE", help="A host with another: 3=10mbit.")] = None,
+    delay: Annotated[str | None, typer.Option(help="How much later each frame arrives, such as 1ms.")] = None,
 ) -> None:
     """Run COMMAND on emulated hosts, host0 to hostN, with links of a chosen speed; then take them down.
 

@@ -78,22 +78,16 @@ class Traffic:
     received: int
 
 
-def _output(*words: str) -> str:
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def _output(*words: object) -> str:
+    line = list(map(str, words))
+    done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        raise HostsError(done.stderr.strip() or " ".join(words))
-    return done.stdout
-
-
-def _make(what: str, module: str, *words: object) -> None:
-    """Run a command that fails where the kernel cannot make something, or root is not allowed to."""
-    try:
-        _output(*map(str, words))
-    except HostsError as error:
         raise HostsError(
-            f"This machine cannot make {what}: {error}\nEither its kernel lacks it (try: modprobe {module}), or root "
-            f"may not use it here, as in a container that was not started with --privileged.\n{WITHOUT}"
-        ) from None
+            f"This machine cannot emulate hosts: {' '.join(line)}: {done.stderr.strip()}\nEither its kernel lacks "
+            "something (try: modprobe -a bridge veth sch_tbf, and sch_netem for delays), or root may not use it here, "
+            f"as in a container that was not started with --privileged.\n{WITHOUT}"
+        )
+    return done.stdout
 
 
 def _sent(*words: str) -> int:
@@ -215,24 +209,23 @@ class Hosts:
         # The bridge has a namespace of its own, too: a firewall of this machine (Docker's drops what it does not know)
         # never sees its frames, its names collide with nobody's, and it is gone when its namespace is.
         for space in (switch, *spaces):
-            _make("network namespaces", "CONFIG_NET_NS", "ip", "netns", "add", space)
+            _output("ip", "netns", "add", space)
             # Without IPv6, hosts do not look for routers on links whose bytes are being counted. cubic: the same
             # algorithm on every machine. (BBR stops for 0.2 s every 10 s to look for delay.)
             script = "cd /proc/sys/net; for each in all default; do echo 1 >ipv6/conf/$each/disable_ipv6; done; "
             words = ["ip", "netns", "exec", space, "sh", "-c", script + "echo cubic >ipv4/tcp_congestion_control"]
             subprocess.run(words, stderr=subprocess.DEVNULL)
         bridge = ("type", "bridge", "stp_state", 0, "forward_delay", 0, "mcast_snooping", 0)
-        _make("bridges", "bridge", "ip", "-n", switch, "link", "add", "name", "bridge", *bridge)
+        _output("ip", "-n", switch, "link", "add", "name", "bridge", *bridge)
         _output("ip", "-n", switch, "link", "set", "bridge", "up")
         addresses = "".join(f"{NETWORK}.{number + 1} {name}\n" for number, name in enumerate(self.names))
         for number, (name, space, rate) in enumerate(zip(self.names, spaces, self.rates, strict=True)):
             link = ("link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", space)
-            _make("pairs of linked interfaces", "veth", "ip", "-n", switch, *link)
+            _output("ip", "-n", switch, *link)
             _output("ip", "-n", switch, "link", "set", name, "master", "bridge", "up")
             _output("ip", "-n", space, "link", "set", "lo", "up")
             _output("ip", "-n", space, "address", "add", f"{NETWORK}.{number + 1}/24", "dev", "eth0")
-            lump = str(_frames_at_once(rate.up))
-            _output("ip", "-n", space, "link", "set", "eth0", "gso_max_segs", lump, "up")
+            _output("ip", "-n", space, "link", "set", "eth0", "gso_max_segs", _frames_at_once(rate.up), "up")
             _shape(space, "eth0", rate.up)  # what the host sends
             _shape(switch, name, rate.down, self.delay)  # what the switch sends to the host
             names = Path("/etc/netns", space, "hosts")  # `ip netns exec` lays it over /etc/hosts
@@ -315,10 +308,9 @@ def _shape(space: str, interface: str, bits: int, delay: str | None = None) -> N
     burst = max(bits // 8000, 3100 if _frames_at_once(bits) == 1 else 68000)
     bucket = ("rate", f"{bits}bit", "burst", burst, "limit", max(bits // 160, 45000) + burst)
     on = ("tc", "-n", space, "qdisc", "add", "dev", interface)
-    _make("links of a chosen rate", "sch_tbf", *on, "root", "handle", "1:", "tbf", *bucket)
+    _output(*on, "root", "handle", "1:", "tbf", *bucket)
     if delay:
-        later = ("netem", "delay", delay, "limit", 100000)
-        _make("links with a delay (leave out --delay)", "sch_netem", *on, "parent", "1:1", "handle", "10:", *later)
+        _output(*on, "parent", "1:1", "handle", "10:", "netem", "delay", delay, "limit", 100000)
 
 
 def _sweep() -> None:

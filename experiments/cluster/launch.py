@@ -143,9 +143,7 @@ def lines(program: Sequence[str], num_ranks: int, driver: Driver, hosts: Hosts |
         where = ["--disable-cache", "--network-interface", "eth0", "-H", hosts.slots] if hosts else []
         controller = "--gloo" if driver == "gloo" else "--mpi"
         parts = [_launcher(driver), "-np", str(num_ranks), controller, *where, *python]
-    if hosts:
-        parts = hosts.command(hosts.names[0], *parts)
-    return [[shown(part) if os.sep in part and "\n" not in part else part for part in parts]]
+    return [hosts.command(hosts.names[0], *parts) if hosts else parts]
 
 
 def environment(num_ranks: int) -> dict[str, str]:

@@ -7,16 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from experiments.commands.shared import RUNS, config_argument, methods_of, split
-
 
 def scale(
-    config: Annotated[
-        str,
-        config_argument(
-            "An experiment: a YAML file or a packaged one's name; its methods are compared.", "scale", "experiment"
-        ),
-    ] = "scale",
+    config: Annotated[str, typer.Argument(help="Whose methods: a YAML file, or the name of one in configs.")] = "scale",
     set: Annotated[
         str, typer.Option(help="What is exchanged: a net, a file of shapes, or a number of elements.")
     ] = "resnet50",
@@ -34,18 +27,22 @@ def scale(
     fitted: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Use the fit that --fit wrote to this folder's JSON file.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for scale-SET.json and .svg, and the fit.")] = RUNS,
+    out: Annotated[Path, typer.Option(help="Folder for scale-SET.json and .svg, and the fit.")] = Path("runs"),
 ) -> None:
-    """Predict an exchange's time and bytes among any number of workers, by a model fitted to measured exchanges."""
+    """Predict an exchange's time and bytes among any number of workers, by a model fitted to measured exchanges.
+
+    Example: python -m experiments scale --set resnet50 --rate 100mbit,1gbit --workers 8,64
+    """
     from experiments.cost_model import scale as scaling
     from experiments.cost_model.fitted import Fitted
     from experiments.cost_model.fitted import fit as fit_to
+    from experiments.options import methods_of, split
     from experiments.report import plots, results
 
     numbers, rates = split(workers), split(rate)
     if wrong := [word for word in numbers if not word.isdigit()]:
         raise ValueError(f"--workers: {wrong[0]!r} is not a number of workers")
-    entries, tensors = methods_of(config, methods, ["scale", "experiment"]), scaling.tensors_of(set)
+    entries, tensors = methods_of(config, methods, "bench", "experiments"), scaling.tensors_of(set)
     model = fit_to(fit, over) if fit else Fitted.open(over, fitted or results.FOLDER)
     predicted = scaling.predict(model, entries, tensors, rates, [int(word) for word in numbers])
     for each in rates:

@@ -30,8 +30,9 @@ from experiments.report import results
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Program, load, plan_of
 
-__all__ = ["Fitted", "fit", "fit_codec", "name_of", "time_codec"]
+__all__ = ["Fitted", "fit", "fit_constants", "name_of", "time_codec"]
 
+Vector = np.ndarray[Any, Any]
 SIZES = (  # tensors that codecs are timed on, of three sizes: the first that a method suits
     ((4096,), (64, 64), (16, 16, 3, 3)),
     ((65536,), (256, 256), (64, 64, 3, 3)),
@@ -86,9 +87,6 @@ class Fitted:
         return self.codecs[name]
 
 
-# -- codecs -----------------------------------------------------------------------------------------------
-
-
 def name_of(method: Method) -> str:
     """Return a method's id and the hyper-parameters that are not at their defaults."""
     return str(Program(((0, method),)))
@@ -105,22 +103,30 @@ def time_codec(method: Method) -> Codec:
             seconds = statistics.median(map(sum, zip(*spent.values(), strict=True)))
             features = model.gathered(requests(method, last_phase(method), world_size, spec), world_size)
             rows.append((1.0, spec.size, *features, seconds))
-    return fit_codec(rows)
+    table = np.array(rows)
+    return Codec(*least_squares(table[:, :4], table[:, 4]))
 
 
-def fit_codec(rows: Sequence[tuple[float, ...]]) -> Codec:
-    """Return the least squares of relative errors, with no negative constant.
+def fit_constants(points: pd.DataFrame) -> dict[str, float]:
+    """Return the model's constants.
 
     Args:
-        rows: tensors, elements, gathered payloads, their bytes, and the seconds that these took.
+        points: as in :func:`model.costs`, with the measured ``seconds``.
+
+    Raises:
+        ValueError: there are fewer points than constants.
     """
-    table = np.array(rows)
-    features = table[:, :4] / table[:, 4:]
-    scale = np.maximum(features.max(axis=0), 1e-300)
-    return Codec(*(nnls(features / scale, np.ones(len(table)))[0] / scale).tolist())
+    if len(points) < len(model.CONSTANTS):
+        raise ValueError(f"{len(points)} measured exchanges are too few for {len(model.CONSTANTS)} constants")
+    found = least_squares(model.features(points).to_numpy(float), points["seconds"].to_numpy(float))
+    return dict(zip(model.CONSTANTS, found, strict=True))
 
 
-# -- the fit ------------------------------------------------------------------------------------------------
+def least_squares(features: Vector, seconds: Vector) -> list[float]:
+    """Return the factors of the columns, none of them negative, with the least squares of the *relative* errors."""
+    rows = features / seconds[:, None]
+    scale = np.maximum(rows.max(axis=0), 1e-300)  # of seconds and of bytes: far apart
+    return (nnls(rows / scale, np.ones(len(rows)), maxiter=10_000)[0] / scale).tolist()
 
 
 def fit(paths: Sequence[Path], driver: Driver = "horovod") -> Fitted:
@@ -140,7 +146,7 @@ def fit(paths: Sequence[Path], driver: Driver = "horovod") -> Fitted:
     points = pd.concat(frames, ignore_index=True)
     # Where ranks outnumber cores, the time of a bare collective is the scheduler's
     fitted.points = points[(points["calls"] > 0) | (points["shared"] <= 1)].reset_index(drop=True)
-    fitted.constants = model.fit(fitted.points)
+    fitted.constants = fit_constants(fitted.points)
     fitted.held_out = hold_out(fitted.points)
     return fitted
 
@@ -195,7 +201,7 @@ def hold_out(points: pd.DataFrame) -> dict[str, dict[str, Any]]:
         for one in part[is_exchange].dropna().unique():
             held = part == one
             try:
-                constants = model.fit(points[~held])
+                constants = fit_constants(points[~held])
             except ValueError:  # too little is left
                 continue
             exchanges = points[held & is_exchange]

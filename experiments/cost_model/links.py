@@ -79,7 +79,7 @@ def measure(count: int, rate: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--hosts", default="2")
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--out", type=Path, default=Path("runs"))

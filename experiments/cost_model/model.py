@@ -20,21 +20,18 @@ Collectives run as rings (Patarasuk and Yuan 2009; Thakur, Rabenseifner and Grop
     broadcast    as an all-reduce            as an all-reduce: it is sent as a sum with zeros
     ===========  ==========================  ==============================================
 
-Where ``shared`` ranks share a core, the CPU's work takes so many times as long. The model leaves out: overlap (a fitted
-γ below 1 is a sign of it), trees for small collectives, contention between links, and slow ranks. Each driver has
-constants of its own.
+Where ``shared`` ranks share a core, the CPU's work takes so many times as long. Left out: overlap (γ below 1 is a sign
+of it), trees for small collectives, contention between links, slow ranks. Each driver has constants of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import nnls
 
 from experiments.cost_model.imagined import Request, Rounds, last_phase, piggyback, requests
 from hvdcompress.engine.agreement import Status
@@ -43,7 +40,19 @@ from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import BY_NAME, IN_ORDER, Bucket, Plan
 
-__all__ = ["CONSTANTS", "Codec", "Driver", "Work", "costs", "fit", "gathered", "messages", "on_wire", "stock", "work"]
+__all__ = [
+    "CONSTANTS",
+    "Codec",
+    "Driver",
+    "Work",
+    "costs",
+    "features",
+    "gathered",
+    "messages",
+    "on_wire",
+    "stock",
+    "work",
+]
 
 Driver = Literal["horovod", "mpi4py"]  #: whose exchange it is: PyTorch's under Horovod, or MPI's
 GROUPINGS = {"horovod": BY_NAME, "mpi4py": IN_ORDER}  #: which tensors travel together
@@ -88,9 +97,6 @@ class Codec(NamedTuple):
     byte: float = 0.0
 
 
-# -- bytes and messages ---------------------------------------------------------------------------------
-
-
 def on_wire(request: Request, world_size: int) -> float:
     """Return the bytes that a rank transmits for a collective, by the ledger's formulas."""
     ledger = Ledger(world_size)
@@ -128,11 +134,7 @@ def gathered(rounds: Rounds, world_size: int) -> tuple[int, float]:
     return pieces, num_bytes
 
 
-# -- the work of an exchange ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """What one bucket requests, in its method's last phase.
 
     Attributes:
@@ -171,9 +173,12 @@ class Exchange:
 def _joined(together: Sequence[Request]) -> Request:
     """Return the request of tensors that travel together."""
     first = together[0]
-    num_bytes, gets = sum(one.num_bytes for one in together), sum(one.recv_bytes for one in together)
-    keeps = None if first.keeps is None else sum(one.keeps or 0 for one in together)
-    return Request(first.collective, first.op, first.dtype, num_bytes, keeps, gets, max(one.pieces for one in together))
+    return first._replace(
+        num_bytes=sum(one.num_bytes for one in together),
+        keeps=None if first.keeps is None else sum(one.keeps or 0 for one in together),
+        recv_bytes=sum(one.recv_bytes for one in together),
+        pieces=max(one.pieces for one in together),
+    )
 
 
 def work(
@@ -244,9 +249,6 @@ def stock(tensors: Mapping[str, tuple[int, ...]], world_size: int) -> Work:
     return Work(world_size, sum(lengths), wire, wire, len(lengths), 1, passed)
 
 
-# -- seconds --------------------------------------------------------------------------------------------
-
-
 def costs(constants: Mapping[str, float], points: pd.DataFrame) -> pd.DataFrame:
     """Return the seconds of exchanges by what they are spent on; the sum of a row is the exchange's.
 
@@ -254,10 +256,11 @@ def costs(constants: Mapping[str, float], points: pd.DataFrame) -> pd.DataFrame:
         constants: by the names in :data:`CONSTANTS`.
         points: columns of :class:`Work`, ``rate`` (bits per second) and ``shared`` (ranks that share a core).
     """
-    return _features(points) * pd.Series(constants)[list(CONSTANTS)]
+    return features(points) * pd.Series(constants)[list(CONSTANTS)]
 
 
-def _features(points: pd.DataFrame) -> pd.DataFrame:
+def features(points: pd.DataFrame) -> pd.DataFrame:
+    """Return what the constants are multiplied with; arguments as in :func:`costs`."""
     return pd.DataFrame(
         {
             "message": points["messages"],
@@ -268,20 +271,3 @@ def _features(points: pd.DataFrame) -> pd.DataFrame:
             "codec": points["shared"] * points["codec"],
         }
     )
-
-
-def fit(points: pd.DataFrame) -> dict[str, float]:
-    """Return the constants, none of them negative, with the least squares of the *relative* errors.
-
-    Args:
-        points: as in :func:`costs`, with the measured ``seconds``.
-
-    Raises:
-        ValueError: there are fewer points than constants.
-    """
-    if len(points) < len(CONSTANTS):
-        raise ValueError(f"{len(points)} measured exchanges are too few for {len(CONSTANTS)} constants")
-    rows = _features(points).div(points["seconds"], axis=0).to_numpy(float)
-    scale = np.maximum(rows.max(axis=0), 1e-300)  # of seconds and of bytes: far apart
-    found, _ = nnls(rows / scale, np.ones(len(points)), maxiter=10_000)
-    return dict(zip(CONSTANTS, (found / scale).tolist(), strict=True))

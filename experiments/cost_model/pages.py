@@ -29,7 +29,7 @@ MEANING = {
 def context(page: str) -> dict[str, Any]:
     """Return the numbers, tables and the picture of ``docs/templates/scale.md``."""
     resnet = results.load("scale-resnet50")
-    fits = {driver: Fitted.open(driver) for driver in ("horovod", "mpi4py")}  # type: ignore[arg-type]
+    fits = {"Horovod": Fitted.open("horovod"), "MPI driver": Fitted.open("mpi4py")}
     drawn = resnet[resnet["method"].isin(DRAWN)]
     return {
         "seconds": scale.draw(drawn.assign(rate=drawn["rate"].map(RATES))),
@@ -46,25 +46,16 @@ def _constants(fits: dict[str, Fitted]) -> pd.DataFrame:
             return f"{number(1e9 * value)} ns"
         return number(value) if name in ("link", "codec") else seconds_of(value)
 
-    columns = {"horovod": "Horovod", "mpi4py": "MPI driver"}
-    rows = [
-        {"of": of, **{columns[driver]: text(name, fit.constants[name]) for driver, fit in fits.items()}}
-        for name, of in MEANING.items()
-    ]
-    return pd.DataFrame(rows)
+    columns = {name: [text(constant, fit.constants[constant]) for constant in MEANING] for name, fit in fits.items()}
+    return pd.DataFrame({"of": MEANING.values(), **columns})
 
 
 def _errors(fits: dict[str, Fitted]) -> pd.DataFrame:
     def text(found: dict[str, Any]) -> str:
         return f"{100 * found['median']:.0f} % (worst {100 * found['worst']:.0f} %)"
 
-    columns = {"horovod": "Horovod", "mpi4py": "MPI driver"}
-    return pd.DataFrame(
-        [
-            {"held out": split, **{columns[driver]: text(fit.held_out[split]) for driver, fit in fits.items()}}
-            for split in fits["horovod"].held_out
-        ]
-    )
+    columns = {name: [text(found) for found in fit.held_out.values()] for name, fit in fits.items()}
+    return pd.DataFrame({"held out": fits["Horovod"].held_out.keys(), **columns})
 
 
 def _trained() -> pd.DataFrame:

@@ -46,12 +46,10 @@ def tensors_of(words: str) -> nets.Shapes:
     if not Path(words).suffix:
         return nets.get(words)
     given = yaml.safe_load(Path(words).read_text(encoding="utf-8"))
-    if not isinstance(given, dict) or not given:
-        raise ValueError(f"{words} must hold names and shapes, such as `conv1: [64, 3, 7, 7]`")
-    for name, shape in given.items():
-        if not (isinstance(shape, list) and all(isinstance(n, int) and n > 0 for n in shape)):
-            raise ValueError(f"{words}: {name}: {shape!r} is not a shape: write a list of positive integers")
-    return {str(name): tuple(shape) for name, shape in given.items()}
+    try:
+        return {str(name): tuple(int(extent) for extent in shape) for name, shape in given.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"{words} must hold names and shapes, such as `conv1: [64, 3, 7, 7]`") from None
 
 
 def predict(

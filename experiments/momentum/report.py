@@ -15,10 +15,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.momentum.contenders import DENSE, STEPS
+from experiments.momentum.contenders import DENSE, STEPS, parse
 from experiments.report import numbers, plots, statistics, tables
 
-__all__ = ["LIMITS", "markdown", "overview", "picture", "summary", "table"]
+__all__ = ["LIMITS", "at_best_rates", "markdown", "overview", "picture", "summary", "table"]
 
 LIMITS = {"%": (0.5, 0.8), "bits": (0.05, 0.08)}  #: mean and upper end, in points or bits per byte
 MEASURES = {"%": "held-out accuracy (%, higher is better)", "bits": "held-out bits per byte (bits, lower is better)"}
@@ -57,6 +57,21 @@ def _closed(row: pd.Series) -> bool | None:
     if row["diverged"]:
         return False
     return None if math.isnan(row["high"]) else bool(row["gap"] <= mean and row["high"] <= upper)
+
+
+def at_best_rates(found: pd.DataFrame) -> pd.DataFrame:
+    """Keep, of each contender that was run at several learning rates, the rate with the least gap.
+
+    Args:
+        found: rows of :func:`summary`. Rates at which a seed diverged do not count.
+
+    Returns:
+        Its rows, with ``contender`` without the rate, and ``rate``: the factor of the contender's own rate.
+    """
+    base = found["contender"].str.replace(r"lr=[\d.]+,?", "", regex=True).str.replace(r"[@,]+(?=:|$)", "", regex=True)
+    rates = [parse(name).lr / parse(usual).lr for name, usual in zip(found["contender"], base, strict=True)]
+    found = found.assign(contender=base, rate=rates)
+    return found[found["diverged"] == 0].sort_values("gap").drop_duplicates([*GROUP, "contender"])
 
 
 def _digits(unit: str) -> int:

@@ -14,165 +14,129 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from experiments.momentum import tasks
 from experiments.to_accuracy.contenders import parse
 from experiments.to_accuracy.races import RACES, Race
 from experiments.to_accuracy.run import TIMEOUT
 from experiments.to_accuracy.trainer import TRAINERS, Trainer
+from experiments.training.loop import Ranks
 from experiments.training.tasks import Batch
+from experiments.training.torch_trainer import DdpRanks
 
 WARM_UP = 3  #: steps before a clock starts; DDP's PowerSGD hook is dense in the first two of them
 
 
-class Ddp:
-    """torch.distributed over gloo, or over NCCL on a GPU that all ranks share."""
-
-    def __init__(self, device: str) -> None:
-        if device == "cuda":
-            os.environ["NCCL_HOSTID"] = os.environ["RANK"]  # otherwise NCCL refuses ranks that share a GPU
-            torch.cuda.set_device(0)
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.device = device
-
-    def wait(self) -> None:
-        """Wait until the device has finished this rank's work."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sum over the ranks."""
-        total = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(total)
-        return total.tolist()
-
-    def close(self) -> None:
-        """Leave."""
-        dist.destroy_process_group()
-
-
-class Horovod:
-    """Horovod, on the CPU."""
-
-    device = "cpu"
-
-    def __init__(self, device: str) -> None:
+def join(driver: str, device: str) -> Ranks:
+    """Join the ranks of this launch: DDP's, over gloo or NCCL, or Horovod's."""
+    if driver == "horovod":
         import horovod.torch as hvd
 
         hvd.init()
-        self.rank = hvd.rank()
-        self.world_size = hvd.size()
-
-    def wait(self) -> None:
-        """Return at once: nothing is asynchronous on the CPU."""
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sum over the ranks."""
-        import horovod.torch as hvd
-
-        return hvd.allreduce(torch.tensor(numbers, dtype=torch.float64), op=hvd.Sum).tolist()
-
-    def close(self) -> None:
-        """Leave."""
+        return hvd
+    if device == "cuda":
+        os.environ["NCCL_HOSTID"] = os.environ["RANK"]  # otherwise NCCL refuses ranks that share a GPU
+        torch.cuda.set_device(0)
+    DdpRanks.init("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", TIMEOUT)
+    return DdpRanks()
 
 
-RANKS: dict[str, Callable[[str], Ddp | Horovod]] = {"ddp": Ddp, "horovod": Horovod}
+def sums(ranks: Ranks, mine: Sequence[float] = (0.0,)) -> list[float]:
+    """Return the sums over the ranks of a few numbers; all ranks wait for each other."""
+    return np.sum(ranks.allgather_object(list(map(float, mine)), name="sums"), axis=0).tolist()
 
 
-def batches_of(race: Race, ranks: Ddp | Horovod, seed: int) -> Iterator[Batch]:
+def batches_of(ranks: Ranks, race: Race, seed: int) -> Iterator[Batch]:
     """Return this rank's batches."""
-    return tasks.DATA[race.task.data]().batches(ranks.rank, ranks.world_size, seed, race.task.batch)
+    return tasks.DATA[race.task.data]().batches(ranks.rank(), ranks.size(), seed, race.task.batch)
 
 
-def prepare(ranks: Ddp | Horovod, race: Race, driver: str, name: str, seed: int) -> Trainer:
+def prepare(race: Race, driver: str, device: str, name: str, seed: int) -> Trainer:
     """Return a contender's trainer, with initial weights that depend on the seed alone."""
     torch.manual_seed(seed)
-    return TRAINERS[driver](race.task, parse(name, race.task), ranks.device)
+    return TRAINERS[driver](race.task, parse(name, race.task), device)
 
 
-def train(ranks: Ddp | Horovod, race: Race, driver: str, contender: str, seed: int) -> None:
+def train(ranks: Ranks, race: Race, driver: str, device: str, contender: str, seed: int) -> None:
     """Train, and print the score of each evaluation and the seconds of training until then."""
-    throw_away = prepare(ranks, race, driver, contender, seed)
-    batches = batches_of(race, ranks, seed)
+    throw_away, batches = prepare(race, driver, device, contender, seed), batches_of(ranks, race, seed)
     for _ in range(WARM_UP):
         throw_away.step(next(batches))
     throw_away.close()
     del throw_away
-    trainer, batches = prepare(ranks, race, driver, contender, seed), batches_of(race, ranks, seed)
-    seconds: list[float] = []
-    ranks.sum([0.0])
+    trainer, batches = prepare(race, driver, device, contender, seed), batches_of(ranks, race, seed)
+    seconds = 0.0
+    sums(ranks)
     for step in range(1, race.steps + 1):
         trainer.set_rate(step - 1, race.steps)
-        began = time.perf_counter()
-        trainer.step(next(batches))
-        ranks.wait()
-        seconds.append(time.perf_counter() - began)
+        seconds += timed(trainer, next(batches))
         if step % race.every == 0 or step == race.steps:
-            sums = ranks.sum(
-                tasks.held_out_sums(trainer.net, tasks.DATA[race.task.data](), ranks.rank, ranks.world_size)
+            data = tasks.DATA[race.task.data]()
+            score = race.task.metric.value(
+                *sums(ranks, tasks.held_out_sums(trainer.net, data, ranks.rank(), ranks.size()))
             )
-            say(ranks, {"step": step, "seconds": round(sum(seconds), 4), "score": race.task.metric.value(*sums)})
+            say(ranks, {"step": step, "seconds": round(seconds, 4), "score": score})
     say(ranks, {"done": True})
     trainer.close()
 
 
-def measure(ranks: Ddp | Horovod, race: Race, driver: str, contenders: Sequence[str], rounds: int, turn: float) -> None:
+def measure(
+    ranks: Ranks, race: Race, driver: str, device: str, contenders: Sequence[str], rounds: int, turn: float
+) -> None:
     """Print milliseconds per step of each contender.
 
     Args:
         ranks: of this launch.
         race: the training.
         driver: a key of ``TRAINERS``.
+        device: "cpu" or "cuda".
         contenders: they take turns.
         rounds: how many turns each has.
         turn: how long a turn is, in seconds; it has two steps at least.
     """
-    trainers = {name: prepare(ranks, race, driver, name, seed=0) for name in contenders}
-    batches = batches_of(race, ranks, seed=0)
+    trainers = {name: prepare(race, driver, device, name, seed=0) for name in contenders}
+    batches = batches_of(ranks, race, seed=0)
     lengths = {}
     for name, trainer in trainers.items():
         while trainer.compares:
             trainer.step(next(batches))
-        times = _times(ranks, trainer, batches, WARM_UP + 2)
-        # Every rank must take as many steps
-        mean = ranks.sum([float(np.median(times[WARM_UP:]))])[0] / ranks.world_size
+        times = turn_of(ranks, trainer, batches, WARM_UP + 2)
+        # every rank must take as many steps
+        mean = sums(ranks, [float(np.median(times[WARM_UP:]))])[0] / ranks.size()
         lengths[name] = max(2, round(turn / mean))
     found: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, trainer in trainers.items():
-            # The first step of a turn meets cold caches, and links that are idle
-            found[name].append(_times(ranks, trainer, batches, 1 + lengths[name])[1:])
+            # the first step of a turn meets cold caches, and links that are idle
+            found[name].append(turn_of(ranks, trainer, batches, 1 + lengths[name])[1:])
     for name, turns in found.items():
         say(ranks, {"contender": name, "milliseconds": [[round(1000 * each, 3) for each in one] for one in turns]})
     for trainer in trainers.values():
         trainer.close()
 
 
-def _times(ranks: Ddp | Horovod, trainer: Trainer, batches: Iterator[Batch], steps: int) -> list[float]:
+def turn_of(ranks: Ranks, trainer: Trainer, batches: Iterator[Batch], steps: int) -> list[float]:
     """Return the seconds of each step of a turn, all ranks beginning together."""
-    ranks.sum([0.0])
-    found = []
-    for _ in range(steps):
-        batch = next(batches)
-        began = time.perf_counter()
-        trainer.step(batch)
-        ranks.wait()
-        found.append(time.perf_counter() - began)
-    return found
+    sums(ranks)
+    return [timed(trainer, next(batches)) for _ in range(steps)]
 
 
-def say(ranks: Ddp | Horovod, record: dict[str, Any]) -> None:
+def timed(trainer: Trainer, batch: Batch) -> float:
+    """Return the seconds of a step, until the device has finished this rank's work."""
+    began = time.perf_counter()
+    trainer.step(batch)
+    if trainer.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def say(ranks: Ranks, record: dict[str, Any]) -> None:
     """Print a line of JSON on rank 0, at once."""
-    if ranks.rank == 0:
+    if ranks.rank() == 0:
         print(json.dumps(record), flush=True)
 
 
@@ -183,10 +147,10 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a hang ends with all stacks in the log
     torch.set_num_threads(1)
-    ranks = RANKS[given["driver"]](given.pop("device"))
+    ranks = join(given["driver"], given["device"])
     work: dict[str, Callable[..., None]] = {"train": train, "time": measure}
     work[do](ranks, race, **given)
-    ranks.close()
+    ranks.shutdown()
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ class Trainer:
     def __init__(self, task: Task, contender: Contender, device: str = "cpu"):
         self.task = task
         self.contender = contender
+        self.device = device
         self.baseline = baseline_of(contender.name)
         self.compressor: TensorCompressor | None = None
         self.net: nn.Module = tasks.NETS[task.net]().to(device)

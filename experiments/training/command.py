@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.cluster.command import CountOption, DelayOption, RateOption, SlowOption
+from experiments.cluster.command import CountOption, RateOption
 from experiments.options import emulated_hosts, split
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ def run(
     driver: DriverOption = None,
     hosts: CountOption = None,
     rate: RateOption = None,
-    slow: SlowOption = None,
-    delay: DelayOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results. Default: runs/NAME, or runs/NAME-2, …")
     ] = None,
@@ -83,7 +81,7 @@ def run(
     from experiments.training.experiment import Experiment
 
     experiment = Experiment.open(config_file(config, "experiments"))
-    network = emulated_hosts(hosts, rate, slow, delay, ranks)
+    network = emulated_hosts(hosts, rate, ranks)
     experiment = experiment.override(hosts or ranks, steps, split(methods), split(tasks))
     _train(experiment, driver, network, out, resume)
 
@@ -111,7 +109,8 @@ def _train(
             with network or contextlib.nullcontext():
                 finished = train(experiment, folder, driver.value, network)
         finally:
-            publish([folder], folder)
+            if any((folder / "metrics").iterdir()):
+                publish([folder], folder)
     if not finished:
         raise typer.Exit(1)
 

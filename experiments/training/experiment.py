@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
 
-__all__ = ["Experiment", "Run", "Task", "TrainedEntry", "Training"]
+__all__ = ["Experiment", "Run", "Task"]
 
 
 class Task(BaseModel):
@@ -41,35 +41,12 @@ class Task(BaseModel):
     log_every: int = Field(10, ge=1)
 
 
-class Training(BaseModel):
-    """Settings of one method's training in place of the task's: DGC, for example, needs an SGD without momentum."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    learning_rate: Real | None = Field(None, gt=0)
-    momentum: Real | None = Field(None, ge=0, lt=1)
-    weight_decay: Real | None = Field(None, ge=0)
-    clip_norm: Real | None = Field(None, gt=0)
-    clip: Literal["after", "before"] | None = None
-
-
-class TrainedEntry(MethodEntry):
-    """A method, and what changes in the training with it."""
-
-    train: Training | None = None
-
-    @property
-    def training(self) -> dict[str, Any]:
-        """The task's keys that this method changes, and their values."""
-        return self.train.model_dump(exclude_none=True) if self.train else {}
-
-
 @dataclass(frozen=True)
 class Run:
     """One training: a task, a method and a seed."""
 
     task: Task
-    method: TrainedEntry
+    method: MethodEntry
     seed: int
     ranks: int
     framework: str = "torch"
@@ -104,7 +81,6 @@ class Experiment(ConfigFile):
           - none                    # an id with its defaults ...
           - {method: topk, density: 0.01}                       # ... or anything hvdcompress.load() reads,
           - {label: mild top-k, method: topk, density: 0.1}     # with a label of its own
-          - {method: dgc, train: {momentum: 0}}                 # trained otherwise than the task says
 
     Unknown keys, unknown methods and values out of range are errors that name the file, the line and the key.
     """
@@ -117,7 +93,7 @@ class Experiment(ConfigFile):
     framework: Literal["torch", "tensorflow"] = "torch"
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
     tasks: list[Annotated[Task, with_label("task")]] = Field(min_length=1)
-    methods: list[Annotated[TrainedEntry, with_label("method")]] = Field(min_length=1)
+    methods: list[Annotated[MethodEntry, with_label("method")]] = Field(min_length=1)
 
     def _check(self) -> None:
         for number, entry in enumerate(self.methods):
@@ -132,7 +108,7 @@ class Experiment(ConfigFile):
     def runs(self) -> list[Run]:
         """Every training, task by task, so that the methods to compare come one after the other."""
         return [
-            Run(task.model_copy(update=method.training), method, seed, self.ranks, self.framework)
+            Run(task, method, seed, self.ranks, self.framework)
             for task in self.tasks
             for seed in self.seeds
             for method in self.methods

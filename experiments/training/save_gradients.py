@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from experiments.output import gradients
-from experiments.training import models_torch
+from experiments.training import gradients, models_torch
 from experiments.training.tasks import TASKS, net_of
 
 

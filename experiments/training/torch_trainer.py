@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -124,12 +125,12 @@ class DdpRanks:
     shutdown = staticmethod(dist.destroy_process_group)
 
     @staticmethod
-    def init() -> None:
-        """Join the other ranks."""
-        dist.init_process_group("gloo")
+    def init(backend: str = "gloo", timeout: float = 1800.0) -> None:
+        """Join the other ranks; a collective may take ``timeout`` seconds."""
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
     @staticmethod
-    def allgather_object(value: Any, name: str) -> list[Any]:
+    def allgather_object(value: Any, name: str = "") -> list[Any]:
         """Return every rank's value, in rank order."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)

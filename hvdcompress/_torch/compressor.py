@@ -326,8 +326,8 @@ class TensorCompressor(compressor.Compressor):
         if not_adapted and self.local.rank == 0:
             log.warn_once(
                 f"{', '.join(not_adapted)}: momentum on top of residuals costs accuracy, and only the momentum of SGD "
-                "can be adapted. hvdcompress.without_momentum(optimizer) removes it from the optimizer; auto does so "
-                "if it is given optimizer=optimizer"
+                "can be adapted. hvdcompress.without_momentum(optimizer) removes it from the optimizer; auto, given "
+                "optimizer=optimizer, sets beta1 of Adam and its relatives to 0"
             )
 
     def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:

@@ -190,7 +190,7 @@ def advise(
     """Should I compress, and how? Measure it with your model, on ranks that you start like your training.
 
     Measures real steps of dense training, of your framework's own fp16 and of some methods, in turns. Then trains dense
-    and with the fastest method for the same seconds, and compares the losses. Takes about three minutes.
+    and with the fastest method for the same seconds, and compares the losses. Takes two to six minutes.
     """
     from hvdcompress.cli.advise import run
 

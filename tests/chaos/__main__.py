@@ -28,6 +28,8 @@ from experiments.report import results, tables
 from tests.chaos import judge, soak
 from tests.chaos.faults import DRIVERS, FAULTS, Case
 
+COMMAND = shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])
+
 
 def run(cases: Sequence[Case], folder: Path) -> pd.DataFrame:
     """Run cases one after another, and write ``folder/chaos.json``: one record per case."""
@@ -50,7 +52,7 @@ def run(cases: Sequence[Case], folder: Path) -> pd.DataFrame:
                     shutil.rmtree(at)
     finally:
         if records:
-            results.save("chaos", records, folder, command=shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]]))
+            results.save("chaos", records, folder, command=COMMAND)
     return pd.DataFrame(records)
 
 
@@ -84,7 +86,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"), help="folder of results (default: %(default)s)")
     asked = parser.parse_args()
     if asked.soak:
-        return soak.main(asked.soak, asked.out)
+        return soak.main(asked.soak, asked.out, COMMAND)
     drivers, faults = known(asked.driver, DRIVERS), known(asked.only, tuple(FAULTS))
     cases = [Case.drawn(seed, drivers, faults) for seed in range(asked.seed, asked.seed + asked.faults)]
     try:

@@ -10,6 +10,7 @@ import signal
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ BUGS = {
     "leftover": "processes outlived their launcher",
     "unclear": "there was no error, or none that names the fault",
 }
-OUTCOMES = ("recovered", "error", *BUGS)
 
 
 class Launched(NamedTuple):
@@ -44,7 +44,7 @@ class Launched(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The outcome, one of :data:`OUTCOMES`, and the reason."""
+    """The outcome, "recovered", "error" or one of :data:`BUGS`, and the reason."""
 
     outcome: str
     why: str
@@ -61,7 +61,7 @@ def run(case: Case, folder: Path, lines: Sequence[Sequence[str]] = ()) -> Launch
     Raises:
         LaunchError: the launcher is not installed.
     """
-    case.write(folder)
+    (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
     if not lines:
         runner = ("-m", "mpi4py") if case.driver == "mpi" else ()  # ends all ranks when one ends by an exception
         program = (*runner, "-m", "tests.chaos.rank", str(folder.resolve()))
@@ -76,7 +76,7 @@ def run(case: Case, folder: Path, lines: Sequence[Sequence[str]] = ()) -> Launch
                 break
             if not fault and (fault := _read(folder / "fault.json")):
                 deadline, before = fault["time"] + case.pause + PATIENCE, _starved()
-            if fault and stopped and time.monotonic() > fault["time"] + case.seconds:
+            if fault and stopped and time.monotonic() > fault["time"] + case.delay:
                 stopped = False
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(fault["pid"]), signal.SIGCONT)

@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     """Train, with the case's fault if this rank is the victim."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that cannot grow is then an error, as on a full disk
     faulthandler.register(signal.SIGUSR1)  # the launcher asks for stacks if the launch hangs
-    case = Case.read(folder)
+    case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
     driver = driver_of(case.driver, folder)
     _write(folder, driver.rank)
     try:

@@ -7,8 +7,6 @@ grow, as PowerSGD's does by Alg. 2 if the ranks' gradients differ for good; the 
 from __future__ import annotations
 
 import multiprocessing
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from hvdcompress.testing import numbers
 
 SHAPES = {"w": (48, 64), "conv": (16, 8, 3, 3), "b": (64,)}
 POOL, SAMPLES = 16, 200  #: gradients that are used in turn; samples of memory and residuals
-COLUMNS = ("memory", "residual", "own_residual")
 
 
 def soak(method: str, steps: int) -> dict[str, Any]:
@@ -33,44 +30,42 @@ def soak(method: str, steps: int) -> dict[str, Any]:
     net = Loopback(method, 2, min_elements=0)
     drawn = [[{n: numbers(s, rank, step) for n, s in SHAPES.items()} for rank in range(2)] for step in range(POOL)]
     norm = np.mean([np.linalg.norm(one["w"]) for ranks in drawn for one in ranks])
-    process, every = psutil.Process(), max(1, steps // SAMPLES)
-    samples, times, equal = [], np.zeros(steps), True
+    times, samples, equal = np.zeros(steps), [], True
     for step in range(steps):
         began = time.perf_counter()
         one, other = net.allreduce_many(drawn[step % POOL])
         times[step] = time.perf_counter() - began
         equal &= all(one[name].tobytes() == other[name].tobytes() for name in SHAPES)
-        if step % every == 0:
-            kept = [net.residual("w", rank) / norm for rank in range(2)]
-            memory = process.memory_info().rss
-            samples.append((step, memory, np.linalg.norm(sum(kept) / 2), np.linalg.norm(kept[0])))
+        if step % max(1, steps // SAMPLES) == 0:
+            own, others = (net.residual("w", rank) / norm for rank in range(2))
+            memory = psutil.Process().memory_info().rss
+            samples.append((step, memory, np.linalg.norm(own + others) / 2, np.linalg.norm(own)))
     late = np.array(samples, float)[len(samples) // 3 :].T
     row: dict[str, Any] = {"method": method, "steps": steps, "equal": equal, "residual": late[2].mean()}
-    for name, values in zip(COLUMNS, late[1:], strict=True):
+    for name, values in zip(("memory", "residual", "own_residual"), late[1:], strict=True):
         line = scipy.stats.linregress(late[0], values)
         row |= {f"{name}_per_step": line.slope, f"{name}_error": line.stderr}
-    thirds = {"first": times[steps // 10 : steps // 3], "last": times[-steps // 3 :]}
-    row |= {f"seconds_{third}": np.quantile(taken, 0.1) for third, taken in thirds.items()}
+    first, last = (np.quantile(each, 0.1) for each in (times[steps // 10 : steps // 3], times[-steps // 3 :]))
+    row |= {"seconds_first": first, "seconds_last": last}
     return {**row, "wrong": wrong(row)}
 
 
 def wrong(row: dict[str, Any]) -> str:
     """Return what is wrong with a method's figures, beyond two standard errors; empty if nothing is."""
-    grows = {name: row[f"{name}_per_step"] - 2 * row[f"{name}_error"] for name in COLUMNS}
+    memory, residual = (row[f"{name}_per_step"] - 2 * row[f"{name}_error"] for name in ("memory", "residual"))
     found = {
         "ranks differ": not row["equal"],
-        "memory grows": grows["memory"] * row["steps"] > 1 << 20,
-        "the residual grows": grows["residual"] * row["steps"] * 2 / 3 > 0.1 * row["residual"],
+        "memory grows": memory * row["steps"] > 1 << 20,
+        "the residual grows": residual * row["steps"] * 2 / 3 > 0.1 * row["residual"] or np.isnan(row["residual"]),
         "steps become slower": row["seconds_last"] > 1.5 * row["seconds_first"],  # other processes share the machine
     }
     return ", ".join(what for what, true in found.items() if true)
 
 
-def main(steps: int, folder: Path) -> int:
+def main(steps: int, folder: Path, command: str) -> int:
     """Soak all methods, each in a process of its own; write ``folder/soak.json``, and return 1 if something grows."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        tasks = [pool.apply_async(soak, (method, steps)) for method in hvdcompress.available()]
-        rows = pd.DataFrame([task.get() for task in tasks])
-    results.save("soak", rows, folder, command=shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]]))
+        rows = pd.DataFrame(pool.starmap(soak, [(method, steps) for method in hvdcompress.available()], chunksize=1))
+    results.save("soak", rows, folder, command=command)
     tables.show(rows.map(lambda value: f"{value:.3g}" if isinstance(value, float) else value))
     return int(rows["wrong"].any())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import hvdcompress
-from experiments.output import jsonl
+from experiments.report import jsonl
 from experiments.training.experiment import Experiment
 from hvdcompress import registry
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower

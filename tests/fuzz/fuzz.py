@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import hvdcompress
-from experiments.output import jsonl
+from experiments.report import jsonl
 from tests.fuzz import corpus
 from tests.fuzz.decoders import Decoder, decoders
 from tests.fuzz.mutate import mutation

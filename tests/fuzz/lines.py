@@ -12,8 +12,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pandas as pd
+
 import hvdcompress
-from experiments.output.table import Column, Table
+from experiments.report import tables
 from tests.fuzz.corpus import kept
 from tests.fuzz.decoders import decoders
 
@@ -78,14 +80,8 @@ def main() -> None:
         there = {(file, line) for (file, first), found in every.items() if (file, first) in entered for line in found}
         reached = sum(line in seen[file] for file, line in there)
         rows.append((title, len(every), len(entered & every.keys()), len(there), reached))
-    columns: list[Column[tuple[str, int, int, int, int]]] = [
-        Column("what", "what", lambda row: row[0], align="left"),
-        Column("functions", "functions", lambda row: str(row[1])),
-        Column("entered", "entered", lambda row: str(row[2])),
-        Column("lines", "their lines", lambda row: str(row[3])),
-        Column("reached", "reached", lambda row: f"{row[4]} ({row[4] / row[3]:.1%})"),
-    ]
-    print(Table(columns, rows).markdown())
+    frame = pd.DataFrame(rows, columns=["what", "functions", "entered", "their lines", "reached"])
+    tables.show(frame.assign(share=frame["reached"] / frame["their lines"]), share="{:.1%}".format)
     print(f"{len(inputs)} inputs of {len(decoders())} decoders")
     if "--missed" in sys.argv:
         for file in sorted(seen):

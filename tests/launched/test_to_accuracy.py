@@ -6,13 +6,15 @@ import pytest
 
 from experiments.to_accuracy import run
 from experiments.to_accuracy.races import RACES
-from tests.installed import python_path
+from tests.installed import needs, python_path
 
 
 @pytest.mark.timeout(300)
-def test_ranks_train_and_are_timed(tiny, capsys):
+@pytest.mark.parametrize("driver", ["ddp", pytest.param("horovod", marks=pytest.mark.slow)])
+def test_ranks_train_and_are_timed(tiny, capsys, driver):
+    needs("torch", *(["horovod"] if driver == "horovod" else []))
     names = ["dense", "topk@density=0.05"]
-    setting = run.Setting(tiny)
+    setting = run.Setting(tiny, driver)
     for _ in range(2):
         run.train_all(setting, ["tiny"], names, [1])
     assert capsys.readouterr().out.count("seed 1") == len(names)  # the second time all have their results

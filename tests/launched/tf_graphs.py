@@ -267,7 +267,7 @@ def retraces_and_other_functions_share_one_state() -> None:
             return hvd.DistributedGradientTape(tape, compression=model.compressor).gradient(loss, weights)
 
         second, evaluate = tf.function(step), tf.function(lambda x: tf.reduce_sum(x))
-        for number in range(8):
+        for number in range(5):
             inputs = everyone(number)
             if number % 2:  # another function, and a new batch shape every time
                 value = 0.5 + number
@@ -277,7 +277,7 @@ def retraces_and_other_functions_share_one_state() -> None:
                 got = model(inputs[hvd.rank()])
             evaluate(tf.zeros([number + 1]))
             assert_close(got, net.allreduce_many(inputs)[0], summed(hvd.size()), f"{method} step {number}")
-        assert len(traces) == 4
+        assert len(traces) == 2
 
 
 @case
@@ -308,7 +308,7 @@ def a_gradient_by_itself_needs_a_name() -> None:
 def steps_in_a_loop_inside_one_function() -> None:
     for method, settings in (("topk", {"density": 0.02}), ("scalecom", {"density": 0.02, "warmup": {"steps": 3}})):
         model, net = Model(compressor(method, **settings)), reference(method, **settings)
-        count = 40  # its iterations depend on nothing but the exchange, so they overlap where that lets them
+        count = 16  # its iterations depend on nothing but the exchange, so they overlap where that lets them
 
         @tf.function
         def loop(fed, model=model, count=count):

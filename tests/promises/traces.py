@@ -53,6 +53,7 @@ def scenarios(driver: Any) -> dict[str, Scenario]:
     found |= {f"{method}, large": (method, METHODS[method], "float32") for method in ("topk", "scalecom", "powersgd")}
     found["topk, clipped"] = ("topk", {"density": 0.05, "clip_norm": 0.1}, "float32")
     leaves_out = [" in buckets", "clipped"] if driver.by_tensor else []
+    leaves_out += [] if driver.grouping else [" by itself"]  # there, tensors never are in buckets by default
     leaves_out += [" in bfloat16"] if driver.name in ("loopback", "mpi") else []
     return {name: one for name, one in found.items() if not any(words in name for words in leaves_out)}
 

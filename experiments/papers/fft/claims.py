@@ -10,13 +10,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments import nets
-from experiments.bench.formats import BITS
 from experiments.cluster.rates import Rate
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
 from experiments.papers.claims import Paper, Scale, Verdict, groups, judge, over_seeds, per_seed, spread
 from experiments.papers.fft import measures
+from experiments.papers.fft.formats import BITS
 from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of

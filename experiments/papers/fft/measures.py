@@ -11,10 +11,10 @@ import numpy as np
 import scipy.fft
 
 from experiments import nets
-from experiments.bench import formats
 from experiments.bench.devices import Cpu
 from experiments.bench.lockstep import PARTS, time_steps
 from experiments.papers import simulate
+from experiments.papers.fft import formats
 from experiments.papers.simulate import Moment
 from hvdcompress import registry
 from hvdcompress.loopback import Loopback
@@ -153,7 +153,7 @@ def layers_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
 
 
 def number_formats() -> list[tuple[int, str, Callable[[Vector], Vector]]]:
-    """Return bits, name, and the rounding of each format: those of ``bench.formats``, and two more of 16 bits."""
+    """Return bits, name, and the rounding of each format: those of ``formats``, and two more of 16 bits."""
     found = formats.formats()
     found += [(16, name, partial(formats.coded, name=name)) for name in ("rangefloat16", "fp16")]
     return [each for each in found if not each[1].startswith(f"rangefloat{each[0]}m")]  # of a chosen mantissa

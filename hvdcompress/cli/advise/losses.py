@@ -100,7 +100,7 @@ class Trial:
 
     @property
     def learns(self) -> bool:
-        """Whether the dense loss still fell after the second fifth of the trainings, by more than it varies."""
+        """Whether the dense losses are finite, and still fell after the second fifth by more than they vary."""
         early, late = ([loss for curve in self.dense for loss in curve.fifth(at)] for at in (1, FIFTHS - 1))
         return statistics.fmean(early) - statistics.fmean(late) > SURE * math.hypot(_error(early), _error(late))
 

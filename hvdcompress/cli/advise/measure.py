@@ -6,8 +6,9 @@ import gc
 import itertools
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,11 +68,14 @@ class Measured:
 
 @dataclass
 class Measurements:
-    """Measures contenders on all ranks; ``say`` is called with what runs."""
+    """Measures contenders on all ranks; rank 0 prints what runs."""
 
     ranks: Ranks
     workload: Workload
-    say: Callable[[str], None]
+
+    def _say(self, words: str) -> None:
+        if self.ranks.rank == 0:
+            sys.stderr.write(f"{words} …\n")
 
     def _start(self, contender: Contender, seed: int = 0) -> Training:
         gc.collect()  # hooks and optimizers of the training before hold each other
@@ -83,9 +87,9 @@ class Measurements:
         """Measure steps in turns. Each round begins with another contender: none always follows the same one."""
         found = [Measured(one) for one in contenders]
         for index in range(rounds):
+            self._say(f"measuring steps of {len(found)} contenders, round {index + 1} of {rounds}")
             first = index * len(found) // rounds
             for one in [*found[first:], *found[:first]]:
-                self.say(f"measuring steps, round {index + 1} of {rounds}: {one.label}")
                 self._turn(one)
         return found
 
@@ -129,7 +133,7 @@ class Measurements:
         """
         curves: dict[int, Curve] = {}
         for seed in range(seeds):
-            self.say(f"training {contender.label} and dense, seed {seed + 1} of {seeds}, {seconds:g} s each")
+            self._say(f"training {contender.label} and dense, seed {seed + 1} of {seeds}, {seconds:g} s each")
             for one in (contender, Contender(DENSE)) if seed % 2 else (Contender(DENSE), contender):
                 target = curves if one is contender else dense
                 if seed not in target:

@@ -27,7 +27,6 @@ from hvdcompress.cli.advise.workload import Workload
 from hvdcompress.cli.console import duration, fail, number, print_table, size
 from hvdcompress.cli.started import is_first
 
-OFTEN = 5.0  #: seconds between two messages about progress
 PATIENCE = 2.0  #: seconds within which a launcher ends the other ranks when one has failed
 
 
@@ -93,19 +92,11 @@ def _measure(
     threads = sum(count for host, count in ranks.share((here, torch.get_num_threads())) if host == here)
     if ranks.rank == 0:
         about = f"{len(sizes)} tensors, {sum(sizes):,} elements; {ranks.world_size} ranks under {ranks.driver}"
-        print(f"{functions['--model']}: {about}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{functions['--model']}: {about}\n")  # in one piece: launchers put a prefix before each
         if threads > (cores := os.cpu_count() or 1):
             advice = "unless your training does so, too, set OMP_NUM_THREADS=1 and measure again"
-            print(f"warning: {threads} threads on {cores} cores: {advice}", file=sys.stderr, flush=True)
-    said = -OFTEN
-
-    def say(words: str) -> None:
-        nonlocal said
-        if ranks.rank == 0 and time.monotonic() >= said + OFTEN:
-            said = time.monotonic()
-            print(f"{words} …", file=sys.stderr, flush=True)
-
-    measurements = Measurements(ranks, workload, say)
+            sys.stderr.write(f"warning: {threads} threads on {cores} cores: {advice}\n")
+    measurements = Measurements(ranks, workload)
     own = Contender(f"{ranks.driver}'s own fp16")
     found = measurements.steps([Contender(ALONE), Contender(DENSE), own, *asked], effort.rounds)
     untrained = "--seconds is 0" if not effort.seconds else ""

@@ -15,18 +15,17 @@ HEADERS = 66 / 1448  #: bytes of TCP, IP and Ethernet headers for each byte of p
 
 
 def choose(found: Sequence[Measured]) -> Measured:
-    """Return the fastest contender that did not lose a trial, or a simpler one if it is nearly as fast.
+    """Return the fastest contender that is surely faster than dense and lost no trial; or a simpler one if it is close.
 
     Dense training is the simplest one, then the framework's own 16 bits, then ours.
     """
     alone, dense = named(found, ALONE), named(found, DENSE)
-    able = [one for one in found if not one.lost and one is not alone]
-    best = min(able, key=lambda one: one.seconds)
-    sixteen = [one for one in able if one is not dense and one.contender.plan is None]
+    able = [one for one in found if one not in (alone, dense) and not one.lost and _is_sure(one, dense)]
+    best = min([dense, *able], key=lambda one: one.seconds)
+    sixteen = [one for one in able if one.contender.plan is None]
     sixteen += [one for one in able if one.contender.plan and one.contender.plan.program.main.id in ("fp16", "bf16")]
     best = next((one for one in sixteen if one.seconds <= best.seconds * (1 + LITTLE)), best)
-    is_worth_it = min(best.gain(dense), alone.gain(dense)) > LITTLE
-    return best if is_worth_it and _is_sure(best, dense) else dense
+    return best if min(best.gain(dense), alone.gain(dense)) > LITTLE else dense
 
 
 def explain(found: Sequence[Measured], best: Measured, untrained: str) -> str:
@@ -34,7 +33,8 @@ def explain(found: Sequence[Measured], best: Measured, untrained: str) -> str:
     alone, dense = named(found, ALONE), named(found, DENSE)
     if best is not dense:
         times = f"{duration(best.seconds)} instead of {duration(dense.seconds)}"
-        words = f"compress with {best.label}{'' if best.trial else ', if its loss keeps up'}: a step takes {times}."
+        is_known = best.trial is not None and best.trial.learns
+        words = f"compress with {best.label}{'' if is_known else ', if its loss keeps up'}: a step takes {times}."
         caution = f"Losses were not compared, because {untrained}; a method with shorter steps can need more of them."
         return f"{words} {best.trial.conclusion() if best.trial else caution}"
     exchange = f"the exchange takes {_percent(max(0.0, alone.gain(dense)))} of a dense step"
@@ -69,8 +69,9 @@ def how_to(best: Measured, driver: str) -> str:
         return "optimizer = hvd.DistributedOptimizer(optimizer, …, compression=hvd.Compression.fp16)"
     words = ", ".join([f'"{settings.pop("method")}"', *(f"{key}={value!r}" for key, value in settings.items())])
     if driver == "DDP":
-        return f"hvdcompress.ddp.attach(model, {words}, optimizer=optimizer)"
-    return f"optimizer = hvdcompress.horovod.torch.attach(optimizer, model.named_parameters(), {words})"
+        return f"from hvdcompress import ddp\nddp.attach(model, {words}, optimizer=optimizer)"
+    call = f"hc.attach(optimizer, model.named_parameters(), {words})"
+    return f"from hvdcompress.horovod import torch as hc\noptimizer = {call}"
 
 
 def parse_rate(text: str) -> float:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from experiments import nets
 from experiments.__main__ import app
-from experiments.bench import codec
+from experiments.bench import codec, ops
 from experiments.bench.devices import Cpu, Tensors
 from experiments.bench.lockstep import PARTS, WARM, Lockstep, draw, time_steps, warm_steps
 from hvdcompress import available, load
@@ -25,7 +25,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 
 def plan_of(id):
     short = {"dense_steps": 2, "matrix_rank": 1} if id == "gradiveq" else {}
-    return load({**codec.asked_for([id])[id], "min_elements": 100, **short})
+    return load({**codec.plans([id])[id], "min_elements": 100, **short})
 
 
 def steps_of(ranks, count=3):
@@ -73,13 +73,13 @@ def test_every_method_does_its_real_work():
     """DGC and PowerSGD send vectors dense, and GradiVeQ most tensors, for its first steps: figures of nothing."""
     [(name, shape)] = codec.tensors_of(None, 25_000_000).items()
     assert shape == (5000, 5000)
-    for label, settings in codec.asked_for().items():
+    for label, settings in codec.plans().items():
         plan = load(settings)
         codec.check(plan, [TensorSpec(name, shape)], label)
         [bucket] = plan.buckets([TensorSpec(name, shape)], BY_NAME)
         method = bucket.program.at(warm_steps(plan))
         assert method.id == label and method.phase_of(warm_steps(plan)) == len(method.phases) - 1
-    assert warm_steps(load(codec.asked_for(["topk"])["topk"])) == WARM
+    assert warm_steps(load(codec.plans(["topk"])["topk"])) == WARM
     with pytest.raises(ValueError, match="sends these tensors dense"):
         codec.check(load({"method": "topk"}), [TensorSpec("w", (10,))], "topk")
 
@@ -87,6 +87,12 @@ def test_every_method_does_its_real_work():
 def test_time_steps_times_so_many_runs():
     found = time_steps(load({"method": "topk", "min_elements": 1}), SPECS, 2, runs=3)
     assert list(found) == list(PARTS) and all(len(runs) == 3 and min(runs) > 0 for runs in found.values())
+
+
+def test_array_ops_are_timed_in_copies():
+    frame = ops.measure(2000, 1, "cpu")
+    assert set(frame["op"]) == set(ops.cases(2000, lambda x: x))
+    assert (frame[["numpy", "numba", "ratio"]] > 0).all(axis=None)
 
 
 @needs_torch
@@ -109,4 +115,4 @@ def test_the_command_writes_records(tmp_path):
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "codec.json").read_text())["records"]
     assert [row["method"] for row in rows if row["peer"] is None] == ["topk", "fp16"]
-    assert rows[0]["copies"] > 0 and rows[0]["exchanges"] == 1
+    assert rows[0]["copies"] == pytest.approx(sum(rows[0][part] for part in PARTS), rel=0.01)

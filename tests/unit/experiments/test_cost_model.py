@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 import hvdcompress
 from experiments import nets
 from experiments.__main__ import app
+from experiments.bench.config import Bench
 from experiments.cost_model import fitted, imagined, model, scale
 from experiments.cost_model.fitted import Fitted
 from experiments.cost_model.model import Codec
+from experiments.report import jsonl, results
 from experiments.training.experiment import Experiment
 from hvdcompress import registry
 from hvdcompress.loopback import Loopback
@@ -131,12 +133,12 @@ def points(noise=0.0, world_sizes=(2, 3, 4)):
 
 
 def test_the_fit_recovers_the_constants():
-    assert model.fit(points()) == pytest.approx(TRUTH, rel=1e-6)
+    assert fitted.fit_constants(points()) == pytest.approx(TRUTH, rel=1e-6)
     with pytest.raises(ValueError, match="5 measured exchanges are too few"):
-        model.fit(points()[:5])
+        fitted.fit_constants(points()[:5])
     odd = points()
     odd["seconds"] /= 1 + odd["rounds"]
-    assert min(model.fit(odd).values()) >= 0
+    assert min(fitted.fit_constants(odd).values()) >= 0
 
 
 def test_errors_are_those_of_exchanges_that_the_fit_had_not_seen():
@@ -152,7 +154,7 @@ def test_errors_are_those_of_exchanges_that_the_fit_had_not_seen():
 @pytest.mark.parametrize("driver", ["horovod", "mpi4py"])
 def test_the_published_fit_is_that_of_its_points(driver):
     published = Fitted.open(driver)
-    assert model.fit(published.points) == pytest.approx(published.constants, rel=1e-9, abs=1e-12)
+    assert fitted.fit_constants(published.points) == pytest.approx(published.constants, rel=1e-9, abs=1e-12)
     again = fitted.hold_out(published.points)
     assert {name: one["which"] for name, one in again.items()} == {
         name: one["which"] for name, one in published.held_out.items()
@@ -164,9 +166,23 @@ def test_a_fit_is_read_as_it_was_written(tmp_path):
     given.save(tmp_path)
     read = Fitted.open("mpi4py", tmp_path)
     assert (read.constants, read.codecs) == (given.constants, given.codecs)
-    assert model.fit(read.points) == pytest.approx(TRUTH, rel=1e-5)
+    assert fitted.fit_constants(read.points) == pytest.approx(TRUTH, rel=1e-5)
     with pytest.raises(FileNotFoundError):
         Fitted.open("horovod", tmp_path)
+
+
+def test_a_fit_reads_the_exchanges_of_a_benchmark(tmp_path):
+    sets = [{"net": "resnet32", "label": "tiny", "only": ["layer1.0.*"]}]
+    bench = Bench.open({"sets": sets, "methods": ["fp16"], "hosts": 2, "baselines": ["none ring", "fp16 ring"]})
+    bench.save(tmp_path / "config.yaml")
+    for turn in bench.turns():
+        one = {"kind": turn.contender.kind, "exchanges": [{"seconds": 0.5}], "interface": 1.0}
+        jsonl.append(tmp_path / "turns.jsonl", {**turn.key, **one})
+    found = fitted.fit([tmp_path, results.save("measured", points(), tmp_path)])
+    own = found.points[found.points["set"] == "tiny"]
+    assert sorted(own["label"]) == ["fp16", "fp16", "none ring", "none ring"], "fp16 ring is not modelled"
+    assert (own["seconds"] == 0.5).all() and set(own["rate"]) == {1e8, 1e9} and "fp16" in found.codecs
+    assert own[own["label"] == "none ring"]["sent"].unique() == [4 * nets.total(bench.sets[0].tensors())]
 
 
 def test_a_codec_is_timed():
@@ -212,13 +228,11 @@ def test_tensors_of_a_file(tmp_path):
     (tmp_path / "net.yaml").write_text("a: [3, 4]\nb: [5]")
     assert scale.tensors_of(str(tmp_path / "net.yaml")) == {"a": (3, 4), "b": (5,)}
     (tmp_path / "net.yaml").write_text("a: [3, x]")
-    with pytest.raises(ValueError, match="is not a shape"):
+    with pytest.raises(ValueError, match="must hold names and shapes"):
         scale.tensors_of(str(tmp_path / "net.yaml"))
 
 
 def test_the_command_fits_predicts_and_writes(tmp_path):
-    from experiments.report import results
-
     measured = results.save("measured", points(), tmp_path)
     words = ["scale", "--set", "resnet32", "--methods", "topk 0.5 %,scalecom 100x", "--rate", "10mbit,1gbit"]
     done = CliRunner().invoke(app, [*words, "--fit", str(measured), "--out", str(tmp_path)])

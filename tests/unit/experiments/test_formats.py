@@ -1,14 +1,11 @@
-"""``bench.formats``: its errors on data for which they are known."""
+"""Number formats: their errors on data for which they are known."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments.bench import formats
-from experiments.output import gradients
+from experiments.papers.fft import formats
 
 
 def test_errors_of_formats_on_normal_data() -> None:
@@ -36,20 +33,9 @@ def test_small_floats_are_those_of_the_mx_formats() -> None:
         assert (formats.small_float(between, exponent, mantissa)[:-1] == numbers[1:]).all()
 
 
-def test_tables_of_saved_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rng, waves = np.random.default_rng(0), np.sin(np.arange(4096) / 50)
-    steps = [
-        [{"waves": waves * (step + 1), "heavy": rng.standard_t(2, 4096), "small": waves[:10]}] for step in range(3)
-    ]
-    file = tmp_path / "g.safetensors"
-    gradients.save(
-        file, [[{name: x.astype(np.float32) for name, x in one.items()} for one in ranks] for ranks in steps]
-    )
-    tensors, medians = formats.measure([file], 0.15)
-    of_heavy, of_waves = tensors
-    assert (of_waves.name, of_waves.size) == ("waves", 4096)
-    assert of_waves.correlation > 0.99 and of_waves.fft < 0.02 < 0.5 < of_waves.topk and of_waves.kurtosis < 2
-    assert abs(of_heavy.correlation) < 0.1 and of_heavy.topk < of_heavy.fft and of_heavy.kurtosis > 6
-    assert {row.bits for row in medians} == {*formats.BITS, 16}
-    formats.main([str(file)])
-    assert "| heavy | 4,096 |" in capsys.readouterr().out
+def test_statistics_tell_waves_from_heavy_tails() -> None:
+    waves = np.sin(np.arange(4096) / 50).astype(np.float32)
+    heavy = np.random.default_rng(0).standard_t(2, 4096).astype(np.float32)
+    smooth, rough = formats.statistics_of(waves), formats.statistics_of(heavy)
+    assert smooth.correlation > 0.99 and smooth.kurtosis < 2
+    assert abs(rough.correlation) < 0.1 and rough.kurtosis > 6

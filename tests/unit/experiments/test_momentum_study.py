@@ -115,6 +115,14 @@ def test_a_gap_is_closed_by_its_mean_and_its_upper_bound():
     assert summary(scores, ["close"]).closed["close"] is False
 
 
+def test_contenders_at_their_best_rates():
+    scores = {"dense": [87.0, 87.2], "topk:plain": [85.0, 85.0], "topk@lr=0.5:plain": [86.0, 86.0], "dgc": [80.0, 80.0]}
+    found = summary({**scores, "dgc@lr=2": [86.9]}, ["dgc@lr=2"]).reset_index()
+    best = report.at_best_rates(found).set_index("contender")
+    assert best.rate.to_dict() == {"dense": 1.0, "topk:plain": 0.5, "dgc": 1.0}  # dgc@lr=2 diverged on a seed
+    assert best.gap["topk:plain"] == pytest.approx(1.1)
+
+
 def test_the_published_results():
     text = report.markdown(results.load("momentum"))
     assert "### Gaps to dense training after 1500 steps" in text

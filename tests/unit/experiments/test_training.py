@@ -79,6 +79,17 @@ def test_a_new_folder_for_every_run(tmp_path):
         folders.choose("z", resume=True, runs=tmp_path / "runs")
 
 
+def test_lines_that_were_cut_off_are_skipped(tmp_path):
+    file = tmp_path / "x.jsonl"
+    assert jsonl.read(file) == []
+    jsonl.append(file, {"n": 1})
+    with file.open("ab") as stream:
+        stream.write('\n{"n": "é'.encode()[:-1])  # in the middle of a character, even
+    assert jsonl.read(file) == [{"n": 1}]
+    jsonl.append(file, {"n": 2})
+    assert jsonl.read(file) == [{"n": 1}, {"n": 2}]
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 CONFIG = """\

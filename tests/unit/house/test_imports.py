@@ -205,6 +205,13 @@ def test_the_package_needs_no_file_outside_of_it() -> None:
                 assert number < depth, f"{path.relative_to(PACKAGE)}:{node.lineno} leads out of the package"
 
 
+def test_the_wheel_has_every_file() -> None:
+    """setup.cfg lists the package's data, and setuptools finds folders by their ``__init__.py``."""
+    there = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {path.name for path in there if path.suffix != ".py"} == {"py.typed"}
+    assert all((path.parent / "__init__.py").is_file() for path in there)
+
+
 def test_methods_use_no_array_library_but_ops() -> None:
     """A method speaks through ``ops``, or it would not run on a GPU; numpy is there for scalars' dtypes."""
     for path in sorted((PACKAGE / "methods").glob("*.py")):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.commands.shared import fail, split
+from experiments.options import split
 
 
 def reproduce(
@@ -51,7 +51,8 @@ def reproduce(
     try:
         records = run.reproduce(found, folder, scale, jobs or len(os.sched_getaffinity(0)), split(claims))
     except KeyboardInterrupt:
-        raise fail("interrupted: what was measured is kept, and the same command goes on from there", 130) from None
+        typer.echo("interrupted: what was measured is kept, and the same command goes on from there", err=True)
+        raise typer.Exit(130) from None
     lines = [(record["claim"], record["text"], brief(record), record["number"]) for record in records]
     tables.show(pd.DataFrame(lines, columns=["claim", "what the paper says", "here it", "number"]))
     print(f"written: {folder / f'{paper}.md'}")

@@ -1,8 +1,11 @@
-"""Emulated hosts: what is asked for, and what is refused before there are any."""
+"""Emulated hosts and launching: what is asked for, and what is refused before there are any."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,10 +52,9 @@ def test_hosts_name_their_links():
 
 def test_the_line_that_launches_on_hosts(monkeypatch):
     monkeypatch.setattr(launch, "_launcher", lambda driver: str(ROOT / "bin" / "horovodrun"))
-    monkeypatch.chdir(ROOT)
     network = Hosts(3, "1gbit")
     (line,) = launch.lines(["x.py"], 3, "horovod", network)
-    assert line[:5] == [str(network.bin / "host0"), "bin/horovodrun", "-np", "3", "--mpi"]
+    assert line[:5] == [str(network.bin / "host0"), str(ROOT / "bin" / "horovodrun"), "-np", "3", "--mpi"]
     assert "host0:1,host1:1,host2:1" in line
 
 
@@ -66,3 +68,11 @@ def test_the_agent_reads_its_words_as_ssh_does(tmp_path):
     ):
         done = subprocess.run([tmp_path / "ssh", *words], capture_output=True, text=True, timeout=20)
         assert done.stdout == "bash|-c|cd /x ; env A='b c' true|", done.stderr
+
+
+def test_the_environment_of_ranks(monkeypatch):
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: 8)
+    few, many = launch.environment(2), launch.environment(9)
+    assert few["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert few["OMP_NUM_THREADS"] == "1" and int(few["HOROVOD_CACHE_CAPACITY"]) > 1024
+    assert "OMPI_MCA_mpi_yield_when_idle" not in few and many["OMPI_MCA_mpi_yield_when_idle"] == "1"

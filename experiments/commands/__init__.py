@@ -1,1 +1,0 @@
-"""The commands by subject: their arguments, and what they call. ``cli`` puts them together."""

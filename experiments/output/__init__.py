@@ -1,1 +1,0 @@
-"""Numbers, tables, pages, plots and folders of results."""
