@@ -27,7 +27,7 @@ from hvdcompress.method import Method, TensorSpec
 from hvdcompress.parts import select
 from hvdcompress.plan import BY_NAME, Plan, load, settings_of
 
-__all__ = ["PARTS", "asked_for", "ddp_powersgd", "grace_topk", "measure", "run", "tensors_of"]
+__all__ = ["PARTS", "plans", "ddp_powersgd", "grace_topk", "measure", "run", "tensors_of"]
 
 DENSITY = 0.01  #: of every method that has one, unless its own is given
 #: GradiVeQ's usual 8 components of 100, on any tensor
@@ -38,7 +38,7 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUM
 Call = Callable[[Any], Any]
 
 
-def asked_for(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def plans(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Read methods as a user names them, such as "topk" or "topk density=0.001 values=fp16"; all methods for none.
 
     Returns:

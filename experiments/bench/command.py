@@ -75,7 +75,7 @@ def codec(
     from experiments.report.numbers import number, seconds_of
 
     shape = benchmark.tensors_of(net, elements)
-    frame = benchmark.run(benchmark.asked_for(methods or ()), shape, world_size, runs, device.value)
+    frame = benchmark.run(benchmark.plans(methods or ()), shape, world_size, runs, device.value)
     figures = dict.fromkeys(("copies", "least", *benchmark.PARTS), number)
     tables.show(frame, f"{net or elements} elements, {world_size} ranks, {device.value}", **figures, seconds=seconds_of)
     print(f"written: {results.save('codec', frame, out, net=net, elements=elements, world_size=world_size)}")

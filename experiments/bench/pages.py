@@ -20,7 +20,7 @@ DRAWN = ["none ring", "none mpi", "fp16 ddp", "powersgd ddp", "topk 0.5 %", "sca
 DRAWN += ["gaussiank 0.5 %", "randomk 1 %", "powersgd rank 1", "qsgd 4 bits", "signsgd", "fft", "fp16 compressor"]
 BEST = ["topk 0.5 %", "scalecom 100x", "powersgd rank 1"]
 HOOKS = ["fp16 ddp", "powersgd ddp", "fp16 in DDP", "powersgd rank 1 in DDP", "topk 1 % in DDP", "scalecom 48x in DDP"]
-CODECS = ["fp16", "scalecom", "qsgd", "signsgd", "gaussiank", "topk", "dgc", "powersgd", "fft", "gradiveq"]
+CODECS = ["fp16", "scalecom", "qsgd", "signsgd", "topk", "dgc", "powersgd", "fft", "gradiveq"]
 NETS = {
     "resnet50": "ResNet-50",
     "gpt2": "a block of GPT-2",

@@ -34,8 +34,10 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
     """
     needed = [(claim, how, sets) for claim in paper.named(only) for how, sets in claim.needed(scale).items()]
     found = iter(measure([unit for _, _, sets in needed for units in sets for unit in units], folder / "cache", jobs))
+    words = ["--quick"] * scale.few + ["--full"] * scale.full + ["--claims", ",".join(only)] * bool(only)
+    command = " ".join(["python -m experiments reproduce", paper.id, *words])  # without folders of this machine
     about = results.about()
-    made = {"command": about["command"], "date": about["date"], "cpu": about["machine"]["cpu"], "seeds": scale.seeds}
+    made = {"command": command, "date": about["date"], "cpu": about["machine"]["cpu"], "seeds": scale.seeds}
     records = []
     for claim, how, sets in needed:
         verdict = claim.test(*(frame_of(units, found) for units in sets))
@@ -49,7 +51,8 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
     every = [record for record in earlier if record["claim"] not in measured] + records
     every.sort(key=lambda record: [claim.id for claim in paper.claims].index(record["claim"]))
     head = {name: getattr(paper, name) for name in ("title", "source", "holds", "fails")}
-    results.save(file.stem, pd.DataFrame(every, dtype=object), folder, paper=paper.id, **head)  # counts stay integers
+    frame = pd.DataFrame(every, dtype=object)  # in which counts stay integers
+    results.save(file.stem, frame, folder, command=command, paper=paper.id, **head)
     text = page(json.loads(file.read_text(encoding="utf-8")))
     (folder / f"{paper.id}.md").write_text(text, encoding="utf-8")
     return records

@@ -12,9 +12,9 @@ from tests.launched.breaking import Two
 
 KINDS = {"error": ValueError("made by the test"), "exit": SystemExit(3), "interrupt": KeyboardInterrupt()}
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+dist.init_process_group("gloo", timeout=timedelta(seconds=300))
 model = DistributedDataParallel(Two(), bucket_cap_mb=1e-5)
-compressor = ddp.attach(model, "topk", density=0.05, end_after=90)
+compressor = ddp.attach(model, "topk", density=0.05, end_after=300)
 x = torch.ones(3, 40)
 model(x).backward()
 model(x, KINDS[sys.argv[1]] if dist.get_rank() == 1 else None).backward()

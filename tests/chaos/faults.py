@@ -65,7 +65,7 @@ class Case:
         separate: whether each tensor is exchanged by itself, without buckets.
         catches: whether the script catches errors of a step or a save, until two steps in a row have failed.
         moment: when in the step the fault comes, 0 to 1.
-        seconds: how long a rank is stopped or late.
+        delay: seconds for which a rank is stopped or late.
     """
 
     seed: int
@@ -78,7 +78,7 @@ class Case:
     separate: bool
     catches: bool
     moment: float
-    seconds: float
+    delay: float
 
     @classmethod
     def drawn(cls, seed: int, drivers: Sequence[str] = DRIVERS, faults: Sequence[str] = tuple(FAULTS)) -> Case:
@@ -92,11 +92,11 @@ class Case:
         world_size = int(rng.choice([2, 2, 3, 4]))
         victim, step = int(rng.integers(world_size)), int(rng.integers(2, STEPS - 3))
         method, separate, catches = str(rng.choice(METHODS)), bool(rng.integers(2)), bool(rng.integers(2))
-        moment, seconds = round(float(rng.random()), 3), round(float(rng.uniform(0.5, 2.5)), 2)
+        moment, delay = round(float(rng.random()), 3), round(float(rng.uniform(0.5, 2.5)), 2)
         if fault == "garbage":
             method = WITH_HEADER[seed % len(WITH_HEADER)]
         catches &= driver in RECOVERING
-        return cls(seed, driver, fault, world_size, victim, step, method, separate, catches, moment, seconds)
+        return cls(seed, driver, fault, world_size, victim, step, method, separate, catches, moment, delay)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Case:
     @property
     def pause(self) -> float:
         """Seconds for which the fault itself delays the training."""
-        return self.seconds if self.fault in ("paused", "late") else 0.0
+        return self.delay if self.fault in ("paused", "late") else 0.0
 
     @property
     def command(self) -> str:

@@ -59,7 +59,7 @@ class Injector:
         if self.fault in ("late", "order", "plan"):
             self.happens()
         if self.fault == "late":
-            time.sleep(self.case.seconds)
+            time.sleep(self.case.delay)
         settings = self.case.settings
         if self.fault == "plan":
             settings |= {"seed": 1} if self.case.method == "powersgd" else {"density": 0.06}

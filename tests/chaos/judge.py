@@ -76,7 +76,7 @@ def run(case: Case, folder: Path, lines: Sequence[Sequence[str]] = ()) -> Launch
                 break
             if not fault and (fault := _read(folder / "fault.json")):
                 deadline, before = fault["time"] + case.pause + PATIENCE, _starved()
-            if fault and stopped and time.monotonic() > fault["time"] + case.seconds:
+            if fault and stopped and time.monotonic() > fault["time"] + case.delay:
                 stopped = False
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(fault["pid"]), signal.SIGCONT)

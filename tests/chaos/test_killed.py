@@ -93,13 +93,11 @@ def test_a_killed_rank_is_an_error_on_all_others_under_ddp(world_size: int, tmp_
 def test_an_exception_in_the_backward_pass_ends_every_rank(kind: str, status: int) -> None:
     """At once, with the rank's own traceback; and not after the plan's ``end_after`` or the process group's."""
     ranks = by_hand([str(HERE / "ddp_ends.py"), kind], 2)
-    began = time.monotonic()
     try:
-        texts = [rank.communicate(timeout=100)[0] for rank in ranks]
+        texts = [rank.communicate(timeout=100)[0] for rank in ranks]  # `end_after` is 300 s
     finally:
         for rank in ranks:
             rank.kill()
-    assert time.monotonic() - began < 80, "`end_after` is 90 s, and all of this starts in seconds"
     assert [rank.returncode for rank in ranks] == [1, status], texts
     assert "rank 1: a backward pass ended before all of its gradients" in texts[0]
     assert kind != "error" or "ValueError: made by the test" in texts[1]

@@ -41,9 +41,10 @@ def test_a_rank_that_does_not_come_is_named_by_every_rank(driver: str, kind: str
     first = "none" if driver == "ddp" else "scalecom"  # there, tensors that are sent uncompressed are one exchange
     where = "does not answer" if how == "stopped" else "is outside of a step, after 3"
     for rank in range(last):
-        warned, *_, ended = [line for line in said if f"rank {rank} has waited" in line]
+        # a starved core may have it wait, and warn, in an earlier step
+        warned, *_, ended = [line for line in said if f"rank {rank} has waited" in line and "in step 3 for" in line]
         for line in (warned, ended):
-            assert "in step 3 for tensor '" in line and f"(method {first}, round " in line, line
+            assert "for tensor '" in line and f"(method {first}, round " in line, line
             assert f"missing: rank {last} {where}" in line, line
         assert "continues to wait until 12 s" in warned, warned
         assert "This rank ends: " in ended and "hvdcompress: rank" in ended, ended
@@ -141,7 +142,7 @@ def test_ranks_of_a_launcher_that_is_killed_end(tmp_path: Path) -> None:
                     os.kill(rank.pid, signal.SIGKILL)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(200)
 def test_ranks_that_were_started_by_hand_outlive_their_shell(tmp_path: Path) -> None:
     """As with ``nohup`` and ``&``: without a launcher, the parent's end means nothing."""
     pytest.importorskip("torch")
@@ -150,7 +151,7 @@ def test_ranks_that_were_started_by_hand_outlive_their_shell(tmp_path: Path) -> 
         "from torch import distributed as dist\n"
         "from torch.nn.parallel import DistributedDataParallel\n"
         "from hvdcompress import ddp\n"
-        "faulthandler.dump_traceback_later(80, exit=True)\n"
+        "faulthandler.dump_traceback_later(150, exit=True)\n"
         "dist.init_process_group('gloo')\n"
         "model = DistributedDataParallel(torch.nn.Linear(40, 40))\n"
         "ddp.attach(model, 'topk')\n"
@@ -168,7 +169,7 @@ def test_ranks_that_were_started_by_hand_outlive_their_shell(tmp_path: Path) -> 
     rank = '"$1" -c "$2" "$3" > "$3/log-$RANK" 2>&1 &'
     line = f"RANK=0 {rank} RANK=1 {rank} while ! [ -e $3/met-0 -a -e $3/met-1 ]; do sleep 0.1; done"
     shell = ["sh", "-c", line, "sh", sys.executable, program, str(tmp_path)]
-    subprocess.run(shell, env=environment("alone", **shared), timeout=60, check=True)
+    subprocess.run(shell, env=environment("alone", **shared), timeout=120, check=True)
     deadline = time.monotonic() + 30
     while len([*tmp_path.glob("done-*")]) < 2 and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -128,7 +128,7 @@ def trained(scale: Scale) -> list[Unit]:
     f"Normal distribution, if the median distance is at most {NORMAL:g}.",
 )
 def bells(rows: pd.DataFrame) -> Verdict:
-    """Is it a bell, is it a Normal one, and how heavy are its tails?"""
+    """Judge histograms: bells or not, and their distance to a Normal distribution."""
     rows = rows.assign(
         bell=[bool(h) and measures.bell(h, n) for h, n in zip(rows["histogram"], rows["n"], strict=True)],
         name=rows["net"] + " " + rows["tensor"],
@@ -181,7 +181,7 @@ def histograms(rows: pd.DataFrame) -> Figure:
     rule="no violation, in any seed.",
 )
 def contraction(rows: pd.DataFrame) -> Verdict:
-    """Is what top-k leaves below (1 − k/n)² where the curve is below its line?"""
+    """Judge what top-k leaves against (1 − k/n)², where the curve is below its line."""
     rows = exploded(rows, "left", "density", "left").astype({"density": float, "left": float})
     kept = [num_kept(d, n) / n for d, n in zip(rows["density"], rows["n"], strict=True)]  # what is really kept of n
     rows = rows.assign(bound=(1 - np.asarray(kept)) ** 2, below=rows["above"] == 0)
@@ -246,7 +246,7 @@ def bounds(rows: pd.DataFrame) -> Figure:
     "paper's corrections.",
 )
 def counted(rows: pd.DataFrame) -> Verdict:
-    """Do the paper's rules choose 2k/3 to 4k/3 elements? Our rule and other methods' selections are shown."""
+    """Judge how many elements the paper's rules choose; our rule and other methods are shown."""
     rows = exploded(exploded(rows, "counts", "density", "by"), "by", "rule", "ratio")
     rows = rows.astype({"density": float, "ratio": float})
     near = [_near(*each) for each in rows[["ratio", "n", "density"]].itertuples(index=False)]
@@ -303,7 +303,7 @@ def _near(ratio: float, n: int, density: float) -> bool:
     rule="faster at every size, in every seed and for both kinds of values.",
 )
 def selection(rows: pd.DataFrame) -> Verdict:
-    """Which selection is the fastest?"""
+    """Judge the time of our selection against each other one."""
     wide = rows.pivot(index=["n", "draws", "seed"], columns="selector", values="seconds")
     others = [name for name in dict.fromkeys(rows["selector"]) if not name.startswith("Gaussian-k")]
     cells = {
@@ -343,7 +343,7 @@ def selection(rows: pd.DataFrame) -> Verdict:
     trains=True,
 )
 def training(rows: pd.DataFrame) -> Verdict:
-    """Does Gaussian-k train as top-k does, and random-k not?"""
+    """Judge Gaussian-k's and random-k's accuracy against top-k's."""
     sparse = rows[rows["method"] != "none"]
     wide = sparse.pivot(index=["net", "density", "seed"], columns="method", values="value").loc[list(NETS)]
     enough = wide["topk"] - POINTS

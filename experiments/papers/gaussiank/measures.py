@@ -98,7 +98,7 @@ def shape(x: Vector) -> Settings:
 
 
 def bell(histogram: Sequence[float], n: int) -> bool:
-    """Whether a histogram of n elements in :data:`EDGES` falls off on both sides of its peak, within :data:`PEAK`.
+    """Return whether a histogram of n elements in :data:`EDGES` falls on both sides of its peak, within :data:`PEAK`.
 
     A second peak counts if it rises above the valley before it by more than :data:`PROMINENT` of the peak, and by more
     than three standard errors of the valley's count.
@@ -125,14 +125,14 @@ def above(magnitudes: Vector) -> float:
 
 
 def left(magnitudes: Vector, k: int) -> float:
-    """‖x − top_k(x)‖²/‖x‖² from the magnitudes in descending order; 0 for a zero vector."""
+    """Return ‖x − top_k(x)‖²/‖x‖² from the magnitudes in descending order; 0 for a zero vector."""
     squares = magnitudes**2
     total = squares.sum()
     return float(squares[k:].sum() / total) if total else 0.0
 
 
 def counts(x: Vector, density: float) -> dict[str, float]:
-    """What is chosen, in units of k: by each of :data:`RULES`, and by the selectors in :data:`OTHERS`."""
+    """Return how many elements each of :data:`RULES` and each selector of :data:`OTHERS` chooses, in units of k."""
     wanted = select.gaussiank_limits(density, len(x))
     k, start = wanted.k, np.float32(select.gaussian_threshold(*fast.moments(x), density))
     found = {"first threshold": fast.count_above(x, start) / k}
@@ -148,9 +148,9 @@ def counts(x: Vector, density: float) -> dict[str, float]:
 
 
 def counterexample(n: int, density: float) -> dict[str, float]:
-    """A vector below the theorem's line that breaks its bound: one large element, and 4/5 of the others equal.
+    """Return what top-k leaves of a vector that is below the theorem's line, and the bound that it breaks.
 
-    Its curve is 1 at first, then 0.19 up to i/n = 0.8, then 0: below 1 − i/n everywhere.
+    One element is large, and 4/5 of the others are equal. The curve is 1 at first, then 0.19 up to i/n = 0.8, then 0.
     """
     magnitudes = np.zeros(n)
     magnitudes[: int(0.8 * n)] = np.sqrt(0.19)
@@ -163,7 +163,7 @@ def counterexample(n: int, density: float) -> dict[str, float]:
 
 
 def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
-    """Ways to choose about k of n elements, by name; without what earlier steps would have told them."""
+    """Return ways to choose about k of n elements, by name, without candidates from earlier steps."""
     k = select.num_kept(density, n)
 
     def fresh() -> tuple[Context, Workspace]:
@@ -192,7 +192,7 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
 
 
 def times(n: int, density: float, seed: int, draws: str, rounds: int) -> list[Settings]:
-    """Seconds of each selector on one core, the medians of rounds in which they take turns.
+    """Return seconds of each selector on one core, the medians of rounds in which they take turns.
 
     Args:
         n: elements.

@@ -47,7 +47,7 @@ PAPER = Paper(
     rule=f"distance below {NEAR:g} and share above {ENERGY:g}, each in at least {percent(OFTEN)} of the steps.",
 )
 def alike(rows: pd.DataFrame) -> Verdict:
-    """Are residuals alike, and does the leader's selection serve all?"""
+    """Judge the distance between residuals, and the leader's share of the best energy."""
     rows = rows.assign(near=(rows["distance"] < NEAR) * 1.0, enough=(rows["share"] > ENERGY) * 1.0)
     places = ["net", "batch", "rate", "select", "β"]
     shares = rows.groupby([*places, "seed"], sort=False)[["near", "enough"]].mean().reset_index()
@@ -65,19 +65,17 @@ def alike(rows: pd.DataFrame) -> Verdict:
         f"no condition has both in {percent(OFTEN)} of the steps of every seed: of all steps, "
         f"{100 * rows['near'].mean():.0f} % have the distance and {100 * rows['enough'].mean():.0f} % the share"
     )
-    long = rows[rows["batch"] == 32].melt(
-        [*places, "step"], ["distance", "share"], var_name="what", value_name="cosine distance, or share of best energy"
-    )
+    long = rows[rows["batch"] == 32].melt([*places, "step"], ["distance", "share"], var_name="what")
     drawn = plots.lines(
         long.assign(
             setting=long["select"] + ", β " + long["β"].map("{:g}".format),
             panel=long["net"] + ", learning rate " + long["rate"].map("{:g}".format) + ": " + long["what"],
         ),
         "step",
-        "cosine distance, or share of best energy",
+        "value",
         "setting",
         panel="panel",
-        labels={"cosine distance, or share of best energy": ""},
+        labels={"value": ""},
         decorate=lambda ax, some: ax.axhline(NEAR if (some["what"] == "distance").all() else ENERGY, color="k", lw=0.8),
         height=2.0,
         share_y=True,
@@ -104,7 +102,7 @@ def alike(rows: pd.DataFrame) -> Verdict:
     rule="smaller in every seed at the largest learning rate.",
 )
 def filtered(rows: pd.DataFrame) -> Verdict:
-    """Does the filter bring residuals together, at a large learning rate?"""
+    """Judge the distance between residuals with the filter against that without it."""
     places = ["net", "select", "batch", "rate"]
     wide = rows.pivot_table("distance", [*places, "seed"], "β", "median", sort=False).dropna()  # seen with both β
     wide["change"] = wide[0.1] - wide[1.0]
@@ -132,7 +130,7 @@ def filtered(rows: pd.DataFrame) -> Verdict:
     rule="never above the bound.",
 )
 def lemma(rows: pd.DataFrame) -> Verdict:
-    """Does the leader's selection leave more than Lemma 1 allows?"""
+    """Judge what the leader's selection leaves against Lemma 1's bound."""
     rows = exploded(rows, "tensors", "tensor", "part")
     rows = rows.drop(columns="part").join(pd.DataFrame(rows["part"].tolist()))
     rows["slack"] = rows["bound"] - rows["left"]
@@ -179,7 +177,7 @@ def lemma(rows: pd.DataFrame) -> Verdict:
     trains=True,
 )
 def large_batch(rows: pd.DataFrame) -> Verdict:
-    """Does the filter help many workers at four times the learning rate?"""
+    """Judge trainings of many workers at four times the learning rate."""
     times, cells, told = max(settings.FACTORS), {}, []
     dense = rows[rows["method"] == "none"].groupby(["workers", "seed"])["value"].max()  # at x4 it may fail by itself
     rows = rows.join(dense.rename("dense"), on=["workers", "seed"])
@@ -238,7 +236,7 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
     trains=True,
 )
 def no_loss(rows: pd.DataFrame) -> Verdict:
-    """What is lost against dense training, by task, ratio, selection and β?"""
+    """Judge what is lost against dense training, by task, ratio, selection and β."""
     dense = rows[rows["method"] == "none"].set_index(["task", "seed"])["value"]
     rows = rows.join(dense.rename("dense"), on=["task", "seed"])
     text = rows["task"].isin(settings.TEXTS)
@@ -312,7 +310,7 @@ def _overall(exact: Mapping[tuple[str, str], float]) -> str:
     rule=f"the exponent of T is at most {SLOPES:g} larger than dense training's.",
 )
 def converges(rows: pd.DataFrame) -> Verdict:
-    """Does the mean of ‖∇f‖² fall with the number of steps as it does without compression?"""
+    """Judge how the mean of ‖∇f‖² falls with the number of steps."""
     slopes = pd.DataFrame(
         {"method": method, "seed": seed, "exponent": np.polyfit(np.log(some["T"]), np.log(some["square"]), 1)[0]}
         for (method, seed), some in groups(rows, "method", "seed")
@@ -355,7 +353,7 @@ def _as_the_root(ax: Axes, rows: pd.DataFrame) -> None:
     rule="a rank hands over as many bytes whatever the ranks, and transmits what a ring of them does.",
 )
 def flat(rows: pd.DataFrame) -> Verdict:
-    """Do a rank's bytes grow with the number of ranks?"""
+    """Judge how a rank's bytes grow with the number of ranks."""
     # a ring transmits 2(p − 1)/p of what it sums; its pieces are whole elements
     rows = rows.assign(ring=2 * (rows["ranks"] - 1) / rows["ranks"])
     kept = rows["wire"] <= 1.02 * rows["sent"] * rows["ring"]

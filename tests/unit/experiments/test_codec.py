@@ -25,7 +25,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 
 def plan_of(id):
     short = {"dense_steps": 2, "matrix_rank": 1} if id == "gradiveq" else {}
-    return load({**codec.asked_for([id])[id], "min_elements": 100, **short})
+    return load({**codec.plans([id])[id], "min_elements": 100, **short})
 
 
 def steps_of(ranks, count=3):
@@ -73,13 +73,13 @@ def test_every_method_does_its_real_work():
     """DGC and PowerSGD send vectors dense, and GradiVeQ most tensors, for its first steps: figures of nothing."""
     [(name, shape)] = codec.tensors_of(None, 25_000_000).items()
     assert shape == (5000, 5000)
-    for label, settings in codec.asked_for().items():
+    for label, settings in codec.plans().items():
         plan = load(settings)
         codec.check(plan, [TensorSpec(name, shape)], label)
         [bucket] = plan.buckets([TensorSpec(name, shape)], BY_NAME)
         method = bucket.program.at(warm_steps(plan))
         assert method.id == label and method.phase_of(warm_steps(plan)) == len(method.phases) - 1
-    assert warm_steps(load(codec.asked_for(["topk"])["topk"])) == WARM
+    assert warm_steps(load(codec.plans(["topk"])["topk"])) == WARM
     with pytest.raises(ValueError, match="sends these tensors dense"):
         codec.check(load({"method": "topk"}), [TensorSpec("w", (10,))], "topk")
 

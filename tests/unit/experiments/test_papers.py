@@ -148,6 +148,8 @@ def test_one_claim_alone_leaves_the_others(tmp_path):
     records = reproduce(tmp_path, toy_claims.paper(log, (1, 2)), only=["T2"])
     assert [record["number"] for record in records[:2]] == ["At most 9.", "At most 4."]
     assert [record["kind"] for record in records[:2]] == ["holds", "holds"]
+    assert records[1]["command"] == "python -m experiments reproduce toy --claims T2"
+    assert records[0]["command"] == "python -m experiments reproduce toy"
     with pytest.raises(ValueError, match="it has T1, T2, T3"):
         reproduce(tmp_path, toy_claims.paper(log), only=["t2"])
 
