@@ -276,9 +276,10 @@ def carries(rows: pd.DataFrame) -> Verdict:
         f"{net}, dense from step {start:g} on, {entry}": [ratio <= LASTS for ratio in each]
         for (net, start, entry), each in ratios.items()
     }
+    best = min(pd.Series(each).median() for each in ratios.values())
     late = [f"{spread(each)} for {net} with {entry} settings" for (net, start, entry), each in ratios.items() if start]
     return Verdict(
-        judge(cells, f"the error is at best {number(min(map(min, ratios.values())))} times the oracle's"),
+        judge(cells, f"the error is at best {number(best)} times the oracle's"),
         f"Error over the oracle's, windows in the middle of training: {', '.join(late)}.",
         {"Medians over steps and layers": over_seeds(medians, by, ["error", "oracle", "ratio"])},
         over_time(found),
@@ -396,7 +397,7 @@ def aggregation(rows: pd.DataFrame) -> Verdict:
     best = spread(judged[net, link, scheme], rate_of)
     plain = max(pd.Series(each).median() for place, each in judged.items() if place[2] == "8x")
     steps = over_seeds(rows, ["net", "link", "ring", "sent"], ["seconds"])
-    drawn = plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""})
+    drawn = plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""}, columns=1)
     fits = ", ".join(f"{spread(some['fit'], seconds_of)} ({each})" for (each,), some in groups(rows, "net"))
     return Verdict(
         judge(cells, f"the fastest cycle is {best} as fast as dense"),
