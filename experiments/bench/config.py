@@ -93,7 +93,7 @@ class Entry(MethodEntry):
     over: Over = "ring"
     """Horovod over MPI's ring, over MPI with Open MPI's own choice, or over gloo; DDP over gloo; or the MPI driver."""
     warm_up: int = Field(3, ge=1)
-    """Steps before the first measured one."""
+    """Steps before the first measured one, in each turn."""
     alone: int = Field(0, ge=0)
     """Steps before these, which each rank makes without the network, to reach the phase that is to be measured
     (GradiVeQ's dense phase takes hundreds of megabytes on the network)."""

@@ -63,10 +63,10 @@ class OverTorch:
     ledger: Ledger | None = None
     compressor: Any = None  #: of a method
 
-    def __init__(self, key: str, tensors: Shapes, device: str):
+    def __init__(self, tensors: Shapes, device: str):
         # Never read or written, so they take no memory
         made = {name: torch.empty(shape, device=device) for name, shape in tensors.items()}
-        self.named = {f"{key}.{name}": torch.nn.Parameter(parameter) for name, parameter in made.items()}
+        self.named = {name: torch.nn.Parameter(parameter) for name, parameter in made.items()}
         self.parameters = list(self.named.values())
 
     def take(self) -> Gradients:
@@ -79,10 +79,10 @@ class OverTorch:
 class OverHorovod(OverTorch):
     """The stock optimizer, with one of Horovod's own compressions or one of our methods."""
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
+    def __init__(self, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         import horovod.torch as hvd
 
-        super().__init__(key, tensors, device)
+        super().__init__(tensors, device)
         compression: Any
         if what["kind"] == "method":
             from hvdcompress.horovod.torch import Compressor
@@ -91,7 +91,7 @@ class OverHorovod(OverTorch):
             compression.watch(clock)
             self.ledger = compression.ledger
             if what["alone"]:
-                compression.load_state_dict(alone(compression, key, tensors, what["alone"]))
+                compression.load_state_dict(alone(compression, tensors, what["alone"]))
         else:
             own = getattr(hvd.Compression, what["kind"])
             compression = SimpleNamespace(
@@ -126,10 +126,10 @@ class OverDDP(OverTorch):
 
     splits = False
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
+    def __init__(self, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        super().__init__(key, tensors, device)
+        super().__init__(tensors, device)
         aborts = what["kind"] == "powersgd" and device == "cpu"  # over gloo, with two buckets
         one_bucket = {"bucket_cap_mb": 1 << 16} if aborts else {}
         module = Net(self.parameters)
@@ -158,7 +158,6 @@ class OverDDP(OverTorch):
     def forget(self) -> None:
         if self.compressor:
             self.compressor.close()
-        del self.module, self.state, self.compressor  # buckets and residuals
 
 
 class Net(torch.nn.Module):
@@ -177,7 +176,7 @@ class OverMPI:
 
     splits = True
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
+    def __init__(self, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         from hvdcompress.mpi import Compressor
 
         self.compressor = Compressor(what["settings"])
@@ -185,7 +184,7 @@ class OverMPI:
         self.names, self.ledger = list(tensors), self.compressor.ledger
         self.reduced: dict[str, Any] = {}
         if what["alone"]:
-            self.compressor.load_state_dict(alone(self.compressor, "", tensors, what["alone"]))
+            self.compressor.load_state_dict(alone(self.compressor, tensors, what["alone"]))
 
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
         arrays = {name: gradient.numpy() for name, gradient in zip(self.names, gradients, strict=True)}
@@ -203,7 +202,7 @@ class OverMPI:
         self.compressor.close()
 
 
-def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, Any]:
+def alone(compressor: Any, tensors: Shapes, steps: int) -> dict[str, Any]:
     """Make steps of a method without the network, as if all ranks had the same gradients.
 
     For methods of several phases, of which the first one is not to be measured.
@@ -213,9 +212,8 @@ def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, A
     """
     net = Loopback(compressor.plan, world_size=1)
     gradients = dict(zip(tensors, make_gradients(tensors, 0, 0.0), strict=True))
-    before = f"{key}." if key else ""
     for step in range(steps):
-        rolled = {f"{before}{name}": g.view(-1).roll(7919 * step).view(g.shape) for name, g in gradients.items()}
-        net.allreduce_many([{name: gradient.numpy() for name, gradient in rolled.items()}])
+        rolled = {name: g.view(-1).roll(7919 * step).view(g.shape).numpy() for name, g in gradients.items()}
+        net.allreduce_many([rolled])
     saved = net.ranks[0].state_dict()
     return saved | {"world": compressor.local.world_size, "rank": compressor.local.rank}

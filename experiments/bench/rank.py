@@ -35,13 +35,13 @@ from experiments.training import gradients as saved
 
 
 class Exchanges:
-    """One rank's contenders, and the commands of the process that measures.
+    """One rank's contender, and the commands of the process that measures.
 
     Args:
         rank: this rank.
-        make: the contenders' class.
+        make: the class of contenders.
         meet: returns when all ranks have called it.
-        clock: the contenders'.
+        clock: what contenders report to.
         device: where gradients are, "cpu" or "cuda".
     """
 
@@ -57,19 +57,20 @@ class Exchanges:
         self.wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
         self.set: dict[str, Any] = {}
         self.steps: list[Gradients] = []
-        self.contenders: dict[str, OverHorovod | OverDDP | OverMPI] = {}
+        self.contender: OverHorovod | OverDDP | OverMPI | None = None
         self.step = 0
 
-    def prepare(self, key: str, set: dict[str, Any], contender: dict[str, Any]) -> dict[str, Any]:
-        """Set a contender up and warm it up, if that is not done; contenders of another set are forgotten."""
+    def prepare(self, set: dict[str, Any], contender: dict[str, Any]) -> dict[str, Any]:
+        """Set a contender up and warm it up. The one before is forgotten, as memory would not suffice for all."""
+        if self.contender:
+            self.contender.forget()
+            self.contender = None
+            gc.collect()  # Horovod's hooks and their optimizers hold each other
         if self.set != set:
-            for other in list(self.contenders):
-                self.forget(other)
             self.set, self.steps = set, self._gradients(set)
-        if key not in self.contenders:
-            self.contenders[key] = self.make(key, set["tensors"], contender, self.clock, self.device)
-            for _ in range(contender["warm_up"]):
-                self.measure(key)
+        self.contender = self.make(set["tensors"], contender, self.clock, self.device)
+        for _ in range(contender["warm_up"]):
+            self.measure()
         return {}
 
     def _gradients(self, set: dict[str, Any]) -> list[Gradients]:
@@ -82,9 +83,10 @@ class Exchanges:
             steps = [first, [gradient.flip(0) for gradient in first]]  # not the same twice in a row
         return [[gradient.to(self.device) for gradient in step] for step in steps]
 
-    def measure(self, key: str) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Measure one exchange: when it began and ended, how its time was spent, and its bytes."""
-        contender = self.contenders[key]
+        contender = self.contender
+        assert contender
         contender.take()  # what the last exchange left
         if contender.ledger:
             contender.ledger.reset()
@@ -104,20 +106,14 @@ class Exchanges:
             found |= {"sent": ledger.bytes_sent(), "on_wire": ledger.bytes_on_wire(), "calls": ledger.collectives()}
         return found
 
-    def check(self, key: str) -> dict[str, Any]:
+    def check(self) -> dict[str, Any]:
         """Return a checksum of the reduced gradients, which must be equal on all ranks."""
-        total, reduced = 0, self.contenders[key].take()
-        assert len(reduced) == len(self.set["tensors"]), "a gradient is missing"
+        assert self.contender
+        total, reduced = 0, self.contender.take()
+        assert len(reduced) == len(self.steps[0]), "a gradient is missing"
         for gradient in reduced:
             total = zlib.crc32(gradient.cpu().contiguous().numpy().reshape(-1).view("uint8"), total)
         return {"checksum": total}
-
-    def forget(self, key: str) -> dict[str, Any]:
-        """Forget a contender, as memory is needed."""
-        if contender := self.contenders.pop(key, None):
-            contender.forget()
-        gc.collect()  # Horovod's hooks and their optimizers hold each other
-        return {}
 
 
 def join(where: str, device: str) -> Exchanges:

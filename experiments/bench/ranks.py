@@ -51,7 +51,6 @@ class Group:
     def __init__(self, name: str, ranks: int, hosts: Hosts | None, log: Path, sleeps: bool = True, device: str = "cpu"):
         self.name, self.ranks, self.hosts, self.log, self.sleeps = name, ranks, hosts, log, sleeps
         self.device = device
-        self.prepared: list[str] = []  # contenders that its ranks hold, in the order in which they came
         self.up = False
         self.pids: list[int] = []
         self._connections: list[Connection] = []  # in rank order
@@ -155,4 +154,4 @@ class Group:
     def stop(self) -> None:
         """End every process; the group can be started again."""
         self._stack.close()
-        self.up, self.pids, self._connections, self.prepared = False, [], [], []
+        self.up, self.pids, self._connections = False, [], []

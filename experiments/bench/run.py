@@ -21,7 +21,6 @@ from experiments.report.results import copy_speed
 __all__ = ["TURNS", "measure", "prepare", "read", "run"]
 
 TURNS = "turns.jsonl"  #: in the folder of a benchmark: one line per turn
-ROOM = 10  # times the bytes of a set: memory that a contender may need on each rank while it is set up
 
 
 def prepare(folder: Path, bench: Bench, resume: bool) -> None:
@@ -126,22 +125,19 @@ def _take(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
 
 
 def _exchanges(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
-    key = f"{turn.set.label}.{turn.contender.label}".replace(" ", "_")
     given = {**turn.set.model_dump(), "tensors": turn.set.tensors()}
-    num_bytes = 4 * nets.total(given["tensors"])
-    if key not in group.prepared:
-        _make_room(group, key, num_bytes)
-    group.ask("prepare", key=key, set=given, contender=turn.contender.spec)
+    group.ask("prepare", set=given, contender=turn.contender.spec)
     before = group.hosts.traffic() if group.hosts else []
     found: list[list[dict[str, Any]]] = []
     began = time.monotonic()
     while not found or (len(found) < bench.repeats and time.monotonic() < began + bench.seconds):
-        found.append(group.ask("measure", key=key))
+        found.append(group.ask("measure"))
     after = group.hosts.traffic() if group.hosts else []
-    if len({reply["checksum"] for reply in group.ask("check", key=key)}) > 1:
+    if len({reply["checksum"] for reply in group.ask("check")}) > 1:
         raise RankError("ranks ended with different gradients")
-    # The ranks' waking up still disturbs the first one, sometimes by a second
-    line: dict[str, Any] = {"exchanges": [_together(replies) for replies in found[1:] or found], "dense": num_bytes}
+    # After a pause the first one may still be disturbed, sometimes by a second
+    line: dict[str, Any] = {"exchanges": [_together(replies) for replies in found[1:] or found]}
+    line["dense"] = 4 * nets.total(given["tensors"])
     exchanged = len(found) * group.ranks
     for what in ("sent", "on_wire", "calls"):
         if what in found[-1][0]:
@@ -149,18 +145,6 @@ def _exchanges(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
     if group.hosts:
         line["interface"] = sum(a.sent - b.sent for a, b in zip(after, before, strict=True)) / exchanged
     return line
-
-
-def _make_room(group: Group, key: str, num_bytes: int) -> None:
-    """Make the ranks forget contenders until memory suffices for one more.
-
-    The latest one goes first: turns repeat in order, so the earliest one is needed next.
-    """
-    import psutil
-
-    while group.prepared and psutil.virtual_memory().available < ROOM * group.ranks * num_bytes:
-        group.ask("forget", key=group.prepared.pop())
-    group.prepared.append(key)
 
 
 def _together(replies: Sequence[dict[str, Any]]) -> dict[str, float]:
