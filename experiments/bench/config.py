@@ -92,11 +92,9 @@ class Entry(MethodEntry):
 
     over: Over = "ring"
     """Horovod over MPI's ring, over MPI with Open MPI's own choice, or over gloo; DDP over gloo; or the MPI driver."""
-    warm_up: int = Field(3, ge=1)
-    """Steps before the first measured one, in each turn."""
     alone: int = Field(0, ge=0)
-    """Steps before these, which each rank makes without the network, to reach the phase that is to be measured
-    (GradiVeQ's dense phase takes hundreds of megabytes on the network)."""
+    """Steps that each rank makes without the network before its first exchange, to reach the phase that is to be
+    measured (GradiVeQ's dense phase takes hundreds of megabytes on the network)."""
 
 
 class Contender(NamedTuple):
@@ -151,10 +149,9 @@ class Bench(ConfigFile):
         found = []
         for name in self.baselines:
             kind, where = name.split()
-            rank = {"matrix_rank": 1} if kind == "powersgd" else {}
-            found.append(Contender(name, where, {"kind": kind, "warm_up": 3 if rank else 1, **rank}))
+            found.append(Contender(name, where, {"kind": kind, "warm_up": 3 if kind == "powersgd" else 1}))
         for entry in self.methods:
-            spec = {"kind": "method", "settings": entry.settings, "warm_up": entry.warm_up, "alone": entry.alone}
+            spec = {"kind": "method", "settings": entry.settings, "warm_up": 3, "alone": entry.alone}
             found.append(Contender(entry.label, entry.over, spec))
         return found
 

@@ -143,7 +143,7 @@ class OverDDP(OverTorch):
         elif what["kind"] == "fp16":
             self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif what["kind"] == "powersgd":
-            self.state = powerSGD_hook.PowerSGDState(None, what["matrix_rank"], start_powerSGD_iter=2)
+            self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
             self.state.iter = 2  # its first two steps are dense and not what is to be measured
             self.module.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
         self.steps = 0
