@@ -144,6 +144,8 @@ def fit(paths: Sequence[Path], driver: Driver = "horovod") -> Fitted:
     points = pd.concat(frames, ignore_index=True)
     # Where ranks outnumber cores, the time of a bare collective is the scheduler's
     fitted.points = points[(points["calls"] > 0) | (points["shared"] <= 1)].reset_index(drop=True)
+    if not (fitted.points["calls"] > 0).any():
+        raise ValueError(f"no exchange over {driver} on emulated hosts in {', '.join(map(str, paths))}")
     fitted.constants = fit_constants(fitted.points)
     fitted.held_out = hold_out(fitted.points)
     return fitted
