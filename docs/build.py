@@ -61,7 +61,7 @@ AREAS: dict[str, str] = {
     "bench": "experiments.bench.pages:context",
     "scale": "experiments.cost_model.pages:context",
     "reliability": "pages:reliability",
-    **{f"papers/{name}": "experiments.papers.page:published" for name in ("README", *PAPERS)},
+    **{f"papers/{name}": "experiments.papers.page:context" for name in ("README", *PAPERS)},
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"
 

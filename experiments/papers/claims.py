@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -102,16 +102,19 @@ class Verdict:
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  #: all figures, by title
     figure: Figure | None = None  #: if it says more than the number
     caption: str = ""  #: what the figure shows
-    notes: str = ""  #: sentences that a reader should know
+    notes: str = ""  #: sentences with further measured numbers; all other remarks are in the page's template
 
 
 @dataclass(frozen=True)
 class Scale:
     """How much is measured."""
 
-    few: bool = False  #: only so many settings that a paper takes ten minutes at most
-    full: bool = False  #: long trainings (hours) instead of the short ones (minutes) that the pages have
+    full: bool = False  #: trainings of ten times as many steps (hours)
     seeds: tuple[int, ...] = (0, 1, 2)  #: of each measurement
+
+    def steps(self, count: int) -> int:
+        """Return the steps of a training that has ``count`` on the pages."""
+        return 10 * count if self.full else count
 
 
 Units = Callable[[Scale], list[Unit]]
@@ -125,65 +128,49 @@ class Claim:
     text: str
     test: Callable[..., Verdict]
     units: Sequence[Units]
-    where: str
-    tested: str
-    rule: str
-    published: str = ""
     trains: bool = False
 
     def needed(self, scale: Scale) -> dict[str, list[list[Unit]]]:
         """Return the units of each verdict: one, or two with the optimizer's momentum kept and adapted."""
-        groups = [list(units(scale)) for units in self.units]
+        groups = [[unit.given(seed=seed) for unit in units(scale) for seed in scale.seeds] for units in self.units]
         if not self.trains:
             return {"": groups}
         return {how: [[_with_momentum(unit, how) for unit in group] for group in groups] for how in ("keep", "adapt")}
 
     def record(self, verdict: Verdict, **more: Any) -> Record:
         """Return all that a page says about the claim, as plain data."""
-        text = {name: getattr(self, name) for name in ("text", "where", "published", "tested", "rule")}
         found = {name: getattr(verdict, name) for name in ("number", "caption", "notes")}
         tables = {title: json.loads(frame.to_json(orient="records")) for title, frame in verdict.tables.items()}
-        return {"claim": self.id, **more, **text, **vars(verdict.outcome), **found, "tables": tables}
+        return {"claim": self.id, **more, "text": self.text, **vars(verdict.outcome), **found, "tables": tables}
 
 
 def _with_momentum(unit: Unit, momentum: str) -> Unit:
     """Return the training with the optimizer's momentum kept or adapted. Dense training has only one."""
-    if unit.settings["method"]["method"] == "none":
-        return unit
-    settings = {**unit.settings, "momentum": momentum}
-    return replace(unit, settings=settings, labels={**unit.labels, "momentum": momentum})
+    return unit if unit.settings["method"]["method"] == "none" else unit.given(momentum=momentum)
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper: the method's id, its title and source, the tasks whose data it needs, and its claims.
-
-    ``holds`` and ``fails`` say by hand, in a few words, what the published measurements showed.
-    """
+    """A paper: the method's id, the tasks whose data it needs, and its claims."""
 
     id: str
-    title: str
-    source: str
-    holds: str
-    fails: str
     tasks: Sequence[str]
     claims: list[Claim] = field(default_factory=list)
 
-    def claim(self, id: str, text: str, *, units: Units | Sequence[Units], **more: Any) -> Callable[..., Any]:
+    def claim(self, id: str, text: str, *units: Units, trains: bool = False) -> Callable[..., Any]:
         """Return a decorator that adds a claim, tested by the decorated function.
 
         Args:
             id: the paper's letter and a number, such as "G1".
             text: the paper's sentence in our words.
-            units: what is measured. The function gets one data frame for each of these, of all its units' records.
-            more: ``where``, the section or figure of the paper; ``tested``, how it is tested here; ``rule``, when it
-                holds; ``published``, the paper's own figures; ``trains=True``, if the units are trainings, which are
-                measured with the optimizer's momentum kept, as in the papers, and adapted, as is our default.
+            units: what is measured with each seed. The function gets one data frame for each of these, of all its
+                units' records.
+            trains: the units are trainings, which are measured with the optimizer's momentum kept, as in the papers,
+                and adapted, as is our default.
         """
-        each = (units,) if callable(units) else tuple(units)
 
         def add(test: Callable[..., Verdict]) -> Callable[..., Verdict]:
-            self.claims.append(Claim(id, text, test, each, **more))
+            self.claims.append(Claim(id, text, test, units, trains))
             return test
 
         return add
@@ -197,7 +184,7 @@ class Paper:
         known = [claim.id for claim in self.claims]
         for id in ids:
             if id not in known:
-                raise ValueError(f"--claims: {self.title} has no {id!r}{suggest(id, known)}; it has {', '.join(known)}")
+                raise ValueError(f"--claims: {self.id} has no {id!r}{suggest(id, known)}; it has {', '.join(known)}")
         return [claim for claim in self.claims if not ids or claim.id in ids]
 
 
@@ -249,6 +236,20 @@ def spread(values: Sequence[float], show: Callable[[float], str] = number) -> st
 def groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Iterate over the groups of a frame in the order of their first rows, with the key as a tuple."""
     yield from frame.groupby(list(by), sort=False, dropna=False)  # type: ignore[misc]
+
+
+def against_dense(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Return trainings with two more columns: ``dense``, the dense training's value, and the ``gap`` to it.
+
+    The gap is NaN if the training diverged, and if the dense one did.
+
+    Args:
+        rows: trainings, of which those with the ``method`` "none" are dense.
+        by: the column that, with the seed, tells which dense training belongs to a training.
+    """
+    dense = rows[rows["method"] == "none"].groupby([by, "seed"])["value"].max().rename("dense")
+    rows = rows.join(dense, on=[by, "seed"])
+    return rows.assign(gap=rows["value"] - rows["dense"])
 
 
 def exploded(frame: pd.DataFrame, column: str, key: str, value: str) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Measure what a paper's claims need, and write the results, the pictures and the page."""
+"""Measure what a paper's claims need, and write the results and the pictures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 import pandas as pd
 
 from experiments.papers.claims import Paper, Record, Scale
-from experiments.papers.page import page
 from experiments.papers.units import Unit, measure
 from experiments.report import plots, results
 
 
 def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequence[str] = ()) -> list[Record]:
-    """Measure what is not yet measured; write ``papers-PAPER.json``, pictures and ``PAPER.md``.
+    """Measure what is not yet measured; write ``papers-PAPER.json`` and pictures.
 
     Args:
         paper: the paper.
@@ -34,7 +33,7 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
     """
     needed = [(claim, how, sets) for claim in paper.named(only) for how, sets in claim.needed(scale).items()]
     found = iter(measure([unit for _, _, sets in needed for units in sets for unit in units], folder / "cache", jobs))
-    words = ["--quick"] * scale.few + ["--full"] * scale.full + ["--claims", ",".join(only)] * bool(only)
+    words = ["--quick"] * (len(scale.seeds) == 1) + ["--full"] * scale.full + ["--claims", ",".join(only)] * bool(only)
     command = " ".join(["python -m experiments reproduce", paper.id, *words])  # without folders of this machine
     about = results.about()
     made = {"command": command, "date": about["date"], "cpu": about["machine"]["cpu"], "seeds": scale.seeds}
@@ -50,11 +49,8 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
     earlier = json.loads(file.read_text(encoding="utf-8"))["records"] if only and file.exists() else []
     every = [record for record in earlier if record["claim"] not in measured] + records
     every.sort(key=lambda record: [claim.id for claim in paper.claims].index(record["claim"]))
-    head = {name: getattr(paper, name) for name in ("title", "source", "holds", "fails")}
     frame = pd.DataFrame(every, dtype=object)  # in which counts stay integers
-    results.save(file.stem, frame, folder, command=command, paper=paper.id, **head)
-    text = page(json.loads(file.read_text(encoding="utf-8")))
-    (folder / f"{paper.id}.md").write_text(text, encoding="utf-8")
+    results.save(file.stem, frame, folder, command=command, paper=paper.id)
     return records
 
 

@@ -54,13 +54,13 @@ def formats() -> list[tuple[int, str, Callable[[Vector], Vector]]]:
     """Return bits, name, and what writes and reads, of each format."""
     made: list[tuple[int, str, Callable[[Vector], Vector]]] = []
     for n in BITS:
-        names = [f"rangefloat{n}", *(f"rangefloat{n}m{m}" for m in range(max(1, n - 6), n - 3))]
-        made += [(n, "uniform", partial(uniform, bits=n)), *((n, name, partial(coded, name=name)) for name in names)]
+        made += [(n, "uniform", partial(uniform, bits=n)), (n, f"rangefloat{n}", partial(coded, name=f"rangefloat{n}"))]
         made += [(n, f"e{e}m{n - 1 - e}", partial(small_float, exponent=e, mantissa=n - 1 - e)) for e in EXPONENTS]
-        if n == 8:
-            made += [(8, "fp8 e4m3", partial(fp8, dtype=torch.float8_e4m3fn))]
-            made += [(8, "fp8 e5m2", partial(fp8, dtype=torch.float8_e5m2))]
-    return [*made, (16, "bf16", partial(coded, name="bf16"))]
+    made += [
+        (8, "fp8 e4m3", partial(fp8, dtype=torch.float8_e4m3fn)),
+        (8, "fp8 e5m2", partial(fp8, dtype=torch.float8_e5m2)),
+    ]
+    return made + [(16, name, partial(coded, name=name)) for name in ("bf16", "fp16", "rangefloat16")]
 
 
 def kept_frequencies(x: Vector, method: FFT) -> Vector:

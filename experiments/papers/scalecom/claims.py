@@ -8,8 +8,18 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from experiments.papers.claims import Paper, Verdict, exploded, groups, judge, over_seeds, per_seed, spread
-from experiments.papers.scalecom import measures, settings
+from experiments.papers.claims import (
+    Paper,
+    Verdict,
+    against_dense,
+    exploded,
+    groups,
+    judge,
+    over_seeds,
+    per_seed,
+    spread,
+)
+from experiments.papers.scalecom import settings
 from experiments.report import plots
 from experiments.report.numbers import number, percent, rate_of
 
@@ -18,18 +28,7 @@ BITS, POINTS = 0.05, 0.5  #: bits per byte and points of accuracy that count as 
 LARGE_POINTS = 1.0  #: of accuracy, with many workers
 LEAST_RATIOS = {"48x": 40.0, "over 100x": 100.0}  #: with what stays dense, for the ratio's claim to be judged
 SLOPES = 0.1  #: by which an exponent may differ from the dense one's
-PAPER = Paper(
-    "scalecom",
-    "ScaleCom",
-    'Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed '
-    'Training", NeurIPS 2020 (arXiv 2104.11125).',
-    "Traffic does not grow with ranks. It converges as dense SGD does. Its filter saves trainings at four times the "
-    "learning rate.",
-    "Ranks' residuals are not alike enough. With the filter, large batches end 3 to 6 points below dense, with "
-    "momentum adapted 0.2 to 3.4. At 48x exact selection loses 0.9 to 4.9 points on pictures (medians), with momentum "
-    "adapted 0.2 to 2.4; then 4 of 42 settings are as good as dense by the rule.",
-    ["fashion_mnist", "noisy_digits", "bytes"],
-)
+PAPER = Paper("scalecom", ["fashion_mnist", "noisy_digits", "bytes"])
 
 
 # -- S1, S2, S3: the ranks' residuals and the leader's selection ------------------------------------
@@ -38,24 +37,16 @@ PAPER = Paper(
 @PAPER.claim(
     "S1",
     "The ranks' residuals are alike, so that one rank's selection serves all.",
-    units=settings.watched,
-    where="Fig. 2 and assumption A1",
-    tested="FNN-3 and LeNet-5 on Fashion-MNIST, 4 simulated ranks with 32 examples each, 100 steps at k/n = 1 % (with "
-    "--full 800, and also 8 examples), SGD with momentum 0.9. At 10 (50) of the steps, of all tensors of at least "
-    f"{measures.LEAST} elements: the mean cosine distance of all pairs of residuals; the squares of the ranks' mean "
-    "gradient + residual at the leader's positions, in those at the k best.",
-    rule=f"distance below {NEAR:g} and share above {ENERGY:g}, each in at least {percent(OFTEN)} of the steps.",
+    settings.watched,
 )
 def alike(rows: pd.DataFrame) -> Verdict:
     """Judge the distance between residuals, and the leader's share of the best energy."""
     rows = rows.assign(near=(rows["distance"] < NEAR) * 1.0, enough=(rows["share"] > ENERGY) * 1.0)
-    places = ["net", "batch", "rate", "select", "β"]
+    places = ["net", "rate", "select", "β"]
     shares = rows.groupby([*places, "seed"], sort=False)[["near", "enough"]].mean().reset_index()
     cells = {
-        f"{net}, batch {batch}, learning rate {rate:g}, {select}, β {beta:g}": list(
-            some[["near", "enough"]].min(axis=1) >= OFTEN
-        )
-        for (net, batch, rate, select, beta), some in groups(shares, *places)
+        f"{net}, learning rate {rate:g}, {select}, β {beta:g}": list(some[["near", "enough"]].min(axis=1) >= OFTEN)
+        for (net, rate, select, beta), some in groups(shares, *places)
     }
     told = "; ".join(
         f"{select}: distance {spread(per_seed(some, 'distance'))}, share {spread(per_seed(some, 'share'))}"
@@ -65,7 +56,7 @@ def alike(rows: pd.DataFrame) -> Verdict:
         f"no condition has both in {percent(OFTEN)} of the steps of every seed: of all steps, "
         f"{100 * rows['near'].mean():.0f} % have the distance and {100 * rows['enough'].mean():.0f} % the share"
     )
-    long = rows[rows["batch"] == 32].melt([*places, "step"], ["distance", "share"], var_name="what")
+    long = rows.melt([*places, "step"], ["distance", "share"], var_name="what")
     drawn = plots.lines(
         long.assign(
             setting=long["select"] + ", β " + long["β"].map("{:g}".format),
@@ -96,17 +87,14 @@ def alike(rows: pd.DataFrame) -> Verdict:
 @PAPER.claim(
     "S2",
     "A low-pass filter on the residual makes residuals more alike at a large learning rate.",
-    units=settings.watched,
-    where="Fig. 2 and eq. 5",
-    tested="In the trainings of S1, the distance at β = 0.1 against that at β = 1.",
-    rule="smaller in every seed at the largest learning rate.",
+    settings.watched,
 )
 def filtered(rows: pd.DataFrame) -> Verdict:
     """Judge the distance between residuals with the filter against that without it."""
-    places = ["net", "select", "batch", "rate"]
+    places = ["net", "select", "rate"]
     wide = rows.pivot_table("distance", [*places, "seed"], "β", "median", sort=False).dropna()  # seen with both β
     wide["change"] = wide[0.1] - wide[1.0]
-    largest = max(rate for _, rate in settings.WATCHED)
+    largest = max(settings.RATES)
     changes = wide.xs(largest, level="rate")["change"]
     cells = {
         f"{net}, {select}": list(some < 0) for (net, select), some in changes.groupby(["net", "select"], sort=False)
@@ -124,10 +112,7 @@ def filtered(rows: pd.DataFrame) -> Verdict:
     "S3",
     "The leader's selection contracts: with d of k positions missed it leaves at most d/k + (1 − d/k)·γ0, γ0 being "
     "what the best selection leaves.",
-    units=settings.watched,
-    where="Lemma 1",
-    tested="In the trainings of S1, what the leader's positions leave of the ranks' mean, each tensor by itself.",
-    rule="never above the bound.",
+    settings.watched,
 )
 def lemma(rows: pd.DataFrame) -> Verdict:
     """Judge what the leader's selection leaves against Lemma 1's bound."""
@@ -157,7 +142,6 @@ def lemma(rows: pd.DataFrame) -> Verdict:
         },
         drawn,
         "What the leader's selection leaves of the ranks' mean against Lemma 1's bound: below the line it holds.",
-        "It can be broken where the missed positions hold more than d/k of the energy of the k best.",
     )
 
 
@@ -167,24 +151,16 @@ def lemma(rows: pd.DataFrame) -> Verdict:
 @PAPER.claim(
     "S4",
     "At a large batch and a learning rate scaled up, the filter saves convergence.",
-    units=settings.large,
-    where="large-batch experiments",
-    published="ResNet-50 on ImageNet, 64 workers, 96x: 76.47 → 75.90 %.",
-    tested="FNN-3 on Fashion-MNIST, 16 and 64 simulated workers (--quick: 16) with 8 examples each, k/n = 1 % in "
-    "chunks, 100 steps (800 with --full), learning rates 0.05 and 0.2, β 1, 0.3 and 0.1.",
-    rule=f"at four times the learning rate β = 0.1 ends above β = 1, and within {LARGE_POINTS:g} point of dense at the "
-    "rate that serves dense better.",
+    settings.large,
     trains=True,
 )
 def large_batch(rows: pd.DataFrame) -> Verdict:
     """Judge trainings of many workers at four times the learning rate."""
     times, cells, told = max(settings.FACTORS), {}, []
-    dense = rows[rows["method"] == "none"].groupby(["workers", "seed"])["value"].max()  # at x4 it may fail by itself
-    rows = rows.join(dense.rename("dense"), on=["workers", "seed"])
-    rows["gap"] = rows["value"] - rows["dense"]
+    rows = against_dense(rows, "workers")  # the better of two dense ones, as at x4 it may fail by itself
     for (workers,), some in groups(rows, "workers"):
         wide = some.pivot(index="seed", columns=["factor", "method"], values="value")
-        best, plain, most = wide[times, "β 0.1"], wide[times, "β 1"], dense[workers]
+        best, plain, most = wide[times, "β 0.1"], wide[times, "β 1"], some.groupby("seed")["dense"].first()
         # a training that diverged is worse than any other
         cells[f"{workers} workers: β 0.1 above β 1 at x{times}"] = list((best > plain) | (best.notna() & plain.isna()))
         cells[f"{workers} workers: β 0.1 at x{times} within {LARGE_POINTS:g} point of the best dense"] = list(
@@ -224,23 +200,14 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
 @PAPER.claim(
     "S5",
     "Models train without loss at 47x to 65x and at more than 100x.",
-    units=settings.trained,
-    where="Tables 2 and 3",
-    published="ResNet-34 on CIFAR-10, 4 workers, 92x: 93.78 → 93.98 %; ResNet-18 on ImageNet, 8 workers, 112x: 70.48 → "
-    "70.17 %; ResNet-50, 96x: 76.44 → 75.99 %; MobileNetV2, 155x: 71.64 → 71.52 %; a transformer, 47x to 65x: 27.64 → "
-    "27.27 BLEU.",
-    tested="Four trainings on pictures (300 steps of 64 examples, 2400 with --full) and three on text (500; 2500; "
-    "fewer settings): a transformer whose averaged gradient is clipped, the same with each rank's gradient clipped, "
-    "and an LSTM. 2 simulated ranks, SGD with momentum, one learning rate per task.",
-    rule=f"less than {BITS:g} bits per byte or {POINTS:g} points behind dense.",
+    settings.trained,
     trains=True,
 )
 def no_loss(rows: pd.DataFrame) -> Verdict:
     """Judge what is lost against dense training, by task, ratio, selection and β."""
-    dense = rows[rows["method"] == "none"].set_index(["task", "seed"])["value"]
-    rows = rows.join(dense.rename("dense"), on=["task", "seed"])
+    rows = against_dense(rows, "task")
     text = rows["task"].isin(settings.TEXTS)
-    rows["loss"] = (rows["value"] - rows["dense"]).where(text, rows["dense"] - rows["value"])
+    rows["loss"] = rows["gap"].where(text, -rows["gap"])
     rows["most"] = np.where(text, BITS, POINTS)
     exact = rows[rows["method"] == "exact, β 1"].groupby(["task", "at"], sort=False)["ratio"].median().to_dict()
     cells = {
@@ -302,12 +269,7 @@ def _overall(exact: Mapping[tuple[str, str], float]) -> str:
 @PAPER.claim(
     "S6",
     "It converges as dense SGD does, with 1/√T.",
-    units=settings.converging,
-    where="Theorem 1",
-    tested="A net of two layers on scikit-learn's digits, 4 ranks with 8 examples each, k/n = 2 %, a constant learning "
-    "rate of 2/√T, no momentum; the mean of ‖∇f‖² over a training, ∇f of all examples; T from 100 to 800 (200 to "
-    "6400).",
-    rule=f"the exponent of T is at most {SLOPES:g} larger than dense training's.",
+    settings.converging,
 )
 def converges(rows: pd.DataFrame) -> Verdict:
     """Judge how the mean of ‖∇f‖² falls with the number of steps."""
@@ -347,10 +309,7 @@ def _as_the_root(ax: Axes, rows: pd.DataFrame) -> None:
 @PAPER.claim(
     "S7",
     "Traffic does not grow with the number of workers, as it does with top-k.",
-    units=settings.travelling,
-    where="Fig. 1 and the system's analysis",
-    tested="One exchange of independent Normal gradients among 2 to 256 simulated ranks; bytes are counted.",
-    rule="a rank hands over as many bytes whatever the ranks, and transmits what a ring of them does.",
+    settings.travelling,
 )
 def flat(rows: pd.DataFrame) -> Verdict:
     """Judge how a rank's bytes grow with the number of ranks."""
