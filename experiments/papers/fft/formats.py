@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,17 +75,14 @@ def error(xs: Iterable[Vector], change: Callable[[Vector], Vector]) -> float:
     return float(np.sqrt(lost / there))
 
 
-class Statistics(NamedTuple):
-    """What decides whether elements or frequencies are better left out."""
+def statistics_of(x: Vector) -> dict[str, float]:
+    """Return what decides whether elements or frequencies of x [n] are better left out.
 
-    correlation: float
-    """Of neighbours in memory: lag-1 autocorrelation."""
-    kurtosis: float
-    """Of the elements: 3 for a normal distribution, more with heavy tails."""
-
-
-def statistics_of(x: Vector) -> Statistics:
-    """Return those of x [n]."""
+    Returns:
+        ``correlation`` of neighbours in memory (lag-1 autocorrelation), and ``kurtosis`` of the elements: 3 for a
+        normal distribution, more with heavy tails.
+    """
     centred = x - x.mean(dtype=np.float64)
     variance = np.square(centred).mean()
-    return Statistics(float((centred[1:] * centred[:-1]).mean() / variance), float((centred**4).mean() / variance**2))
+    lagged, fourth = (centred[1:] * centred[:-1]).mean(), (centred**4).mean()
+    return {"correlation": float(lagged / variance), "kurtosis": float(fourth / variance**2)}

@@ -81,7 +81,7 @@ def watched(task: Settings, ranks: int, seed: int, samples: int = 6) -> list[Set
 def exchanges(networks: Mapping[str, tuple[Loopback, Loopback]], gradients: Sequence[Vector]) -> list[Settings]:
     """Exchange one tensor by FFT and by each rival; return errors ‖ĝ − ḡ‖/‖ḡ‖ and bytes, by rival."""
     mean = np.mean(gradients, axis=0, dtype=np.float64)
-    about = formats.statistics_of(np.ascontiguousarray(gradients[0]).ravel())._asdict()
+    about = formats.statistics_of(np.ascontiguousarray(gradients[0]).ravel())
     rows = []
     for rival, pair in networks.items():
         row = {"rival": rival, **about}

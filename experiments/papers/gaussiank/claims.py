@@ -78,11 +78,7 @@ def trained(scale: Scale) -> list[Unit]:
     ]
 
 
-@PAPER.claim(
-    "G1",
-    "Gradient + residual is bell-shaped through training.",
-    watched,
-)
+@PAPER.claim("G1", "Gradient + residual is bell-shaped through training.", watched)
 def bells(rows: pd.DataFrame) -> Verdict:
     """Judge histograms: bells or not, and their distance to a Normal distribution."""
     rows = rows.assign(
@@ -183,11 +179,7 @@ def bounds(rows: pd.DataFrame) -> Figure:
     return drawn
 
 
-@PAPER.claim(
-    "G3",
-    "A threshold from a Gaussian fit, corrected three times, chooses about k elements.",
-    watched,
-)
+@PAPER.claim("G3", "A threshold from a Gaussian fit, corrected three times, chooses about k elements.", watched)
 def counted(rows: pd.DataFrame) -> Verdict:
     """Judge how many elements the paper's rules choose; our rule and other methods are shown."""
     rows = exploded(exploded(rows, "counts", "density", "by"), "by", "rule", "ratio")
@@ -225,11 +217,7 @@ def counted(rows: pd.DataFrame) -> Verdict:
     )
 
 
-@PAPER.claim(
-    "G4",
-    "That selection is faster than exact top-k, than DGC's sampling and than RedSync's.",
-    timed,
-)
+@PAPER.claim("G4", "That selection is faster than exact top-k, than DGC's sampling and than RedSync's.", timed)
 def selection(rows: pd.DataFrame) -> Verdict:
     """Judge the time of our selection against each other one."""
     wide = rows.pivot(index=["n", "draws", "seed"], columns="selector", values="seconds")
@@ -260,12 +248,7 @@ def selection(rows: pd.DataFrame) -> Verdict:
     )
 
 
-@PAPER.claim(
-    "G5",
-    "Gaussian-k trains as well as top-k, random-k does not.",
-    trained,
-    trains=True,
-)
+@PAPER.claim("G5", "Gaussian-k trains as well as top-k, random-k does not.", trained, trains=True)
 def training(rows: pd.DataFrame) -> Verdict:
     """Judge Gaussian-k's and random-k's accuracy against top-k's."""
     sparse = rows[rows["method"] != "none"]

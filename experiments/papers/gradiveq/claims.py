@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -34,30 +35,31 @@ LAYERS = {
     "resnet20": ("4.conv1.weight", "7.conv2.weight", "9.conv2.weight", "11.conv2.weight"),
     "digits_net": ("2.weight", "5.weight"),
 }
-#: trainings in which methods are watched: steps, starts of the windows, their Lt and Lc; of how many steps one counts
-WINDOWS = {
-    "lenet5": (900, [0, 400], 100, 400, 8),
-    "resnet20": (200, [0, 100], 40, 60, 2),
-    "digits_net": (1000, [200], 100, 400, 8),
+CYCLE = (100, 400)  #: Lt and Lc of the paper
+USUAL = {"dense_steps": CYCLE[0], "compressed_steps": CYCLE[1], "every": 8}
+#: the steps of the trainings in which methods are watched, and the windows
+WINDOWS: dict[str, tuple[int, Settings]] = {
+    "lenet5": (900, {"starts": [0, 400], **USUAL}),
+    "resnet20": (200, {"starts": [0, 100], "dense_steps": 40, "compressed_steps": 60, "every": 2}),
+    "digits_net": (1000, {"starts": [200], **USUAL}),
 }
 STEPS = {"lenet5": 400, "digits_net": 600, "resnet20": 200}  #: of trainings that are judged by their accuracy
 SIZES = [0, 64, 192]  #: elements of a slice; 0: the method's own choice
 STAGES = ((16, 16, 10), (32, 16, 1), (32, 32, 9), (64, 32, 1), (64, 64, 9))  #: filters, depth and number of layers
 #: layers whose rings are timed: the 3x3 convolutions of ResNet-32 but the first, the paper's net, and one of VGG's
-RINGS = {
-    "ResNet-32": [[f, d, 3, 3] for f, d, n in STAGES for _ in range(n)],
-    "VGG layer": [[512, 512, 3, 3]],
-}
-LINKS = {None: "shared memory", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
-#: GradiVeQ (elements per component, or 0) and QSGD (bits, or 0) alone and together, by their compression ratio
-MIXES = {
-    8: {"gradiveq 8x": (8, 0), "qsgd4": (0, 4), "gradiveq 2x, qsgd8": (2, 8)},
-    16: {"gradiveq 16x": (16, 0), "qsgd2": (0, 2), "gradiveq 2x, qsgd4": (2, 4), "gradiveq 4x, qsgd8": (4, 8)},
-    32: {
-        "gradiveq 32x": (32, 0),
-        "gradiveq 4x, qsgd4": (4, 4),
-        "gradiveq 8x, qsgd8": (8, 8),
-    },  # QSGD has 2 bits at least
+RINGS = {"ResNet-32": [[f, d, 3, 3] for f, d, n in STAGES for _ in range(n)], "VGG layer": [[512, 512, 3, 3]]}
+LINKS = {None: "shared memory, 2 ranks", "100mbit": "100 Mbit/s, 2 ranks", "1gbit": "1 Gbit/s, 2 ranks"}
+#: GradiVeQ (elements per component; 0: without) and QSGD (format of the values), alone and together, by compression
+#: ratio; QSGD has 2 bits at least
+MIXES: dict[int, dict[str, tuple[int, str]]] = {
+    8: {"gradiveq 8x": (8, "fp32"), "qsgd4": (0, "qsgd4"), "gradiveq 2x, qsgd8": (2, "qsgd8")},
+    16: {
+        "gradiveq 16x": (16, "fp32"),
+        "qsgd2": (0, "qsgd2"),
+        "gradiveq 2x, qsgd4": (2, "qsgd4"),
+        "gradiveq 4x, qsgd8": (4, "qsgd8"),
+    },
+    32: {"gradiveq 32x": (32, "fp32"), "gradiveq 4x, qsgd4": (4, "qsgd4"), "gradiveq 8x, qsgd8": (8, "qsgd8")},
 }
 #: the rings of a cycle's dense and compressed steps
 SCHEMES = {
@@ -66,7 +68,6 @@ SCHEMES = {
     "8x and 8-bit values, 4-bit dense steps": ("qsgd4", "gradiveq 8x, qsgd8"),
     "compressed steps alone": ("", "gradiveq 8x"),
 }
-CYCLE = (100, 400)  #: Lt and Lc of the paper
 CORRELATED = 0.3  #: the largest error of the best basis of rank n/8 for slices that count as correlated
 LASTS = 1.2  #: times the oracle's error that a basis may have while it is used
 POINTS = 1.0  #: of held-out accuracy, which count as no loss
@@ -87,28 +88,26 @@ def gradiveq(net: str, dense: int, compressed: int, **more: object) -> Settings:
 def watched(scale: Scale) -> list[Unit]:
     """List dense trainings during which GradiVeQ reduces the same gradients."""
     units = []
-    for net, (steps, starts, dense, compressed, every) in WINDOWS.items():
-        entries = {"default": gradiveq(net, dense, compressed), "paper": gradiveq(net, dense, compressed, paper=True)}
-        settings = {
-            "task": simulate.training(net, scale.steps(steps)),
-            "starts": [scale.steps(start) for start in starts],
-            "dense_steps": dense,
-            "compressed_steps": compressed,
-            "every": every,
-        }
+    for net, (steps, window) in WINDOWS.items():
+        lengths = window["dense_steps"], window["compressed_steps"]
+        entries = {"default": gradiveq(net, *lengths), "paper": gradiveq(net, *lengths, paper=True)}
+        moved = {"starts": [scale.steps(start) for start in window["starts"]]}
+        task = simulate.training(net, scale.steps(steps))
         common = {"ranks": RANKS, "tensors": list(LAYERS[net]), "sizes": SIZES, "entries": entries}
-        units.append(Unit(measures.watched, {**settings, **common}, {"net": net}))
+        units.append(Unit(measures.watched, {"task": task, **window, **moved, **common}, {"net": net}))
     return units
 
 
 def quantized(scale: Scale) -> list[Unit]:
     """List the same of LeNet-5 with GradiVeQ, QSGD and both at equal ratios, in the 40 steps after 60 dense ones."""
-    (lenet5, *_), net, entries = watched(scale), "lenet5", {}
-    for mixes in MIXES.values():
-        for entry, (elements, bits) in mixes.items():
-            more = {"values": f"qsgd{bits}"} if bits else {}
-            own = gradiveq(net, 60, 40, min_rate=elements, lam=0.0, max_samples=512, **more)
-            entries[entry] = own if elements else {"method": "qsgd", "bits": bits}
+    lenet5, net = watched(scale)[0], "lenet5"
+    entries = {
+        entry: gradiveq(net, 60, 40, min_rate=elements, lam=0.0, max_samples=512, values=values)
+        if elements
+        else {"method": "qsgd", "bits": int(values.removeprefix("qsgd"))}
+        for mixes in MIXES.values()
+        for entry, (elements, values) in mixes.items()
+    }
     window = {"starts": [200], "dense_steps": 60, "compressed_steps": 40, "every": 2, "sizes": [], "entries": entries}
     return [replace(lenet5, settings=lenet5.settings | window)]
 
@@ -152,29 +151,19 @@ def trained(scale: Scale) -> list[Unit]:
 
 def timed(_: Scale) -> list[Unit]:
     """List rings over every link; over those of emulated hosts if hosts can be emulated."""
-    found = {name: mix for mixes in MIXES.values() for name, mix in mixes.items()}
-    formats = {name: [elements, f"qsgd{bits}" if bits else "fp32"] for name, (elements, bits) in found.items()}
-    common = {"ranks": RANKS, "rings": {"dense": [0, "fp32"], **formats}}
+    mixes = {name: mix for mixes in MIXES.values() for name, mix in mixes.items()}
+    common = {"ranks": RANKS, "rings": {"dense": (0, "fp32"), **mixes}}
+    links = LINKS if problem() is None else (None,)
     return [
-        Unit(
-            rings.timed,
-            {"layers": layers, "rate": rate, **common},
-            {"net": net, "link": f"{LINKS[rate]}, {RANKS} ranks"},
-            alone=True,
-        )
-        for net, layers in RINGS.items()
-        for rate in (LINKS if problem() is None else (None,))
+        Unit(rings.timed, {"layers": RINGS[net], "rate": rate, **common}, {"net": net, "link": LINKS[rate]}, alone=True)
+        for net, rate in product(RINGS, links)
     ]
 
 
 # -- claims --------------------------------------------------------------------------------------
 
 
-@PAPER.claim(
-    "V1",
-    "Slices of a convolution's gradient are strongly linearly correlated.",
-    watched,
-)
+@PAPER.claim("V1", "Slices of a convolution's gradient are strongly linearly correlated.", watched)
 def correlated(rows: pd.DataFrame) -> Verdict:
     """Do slices fit into an eighth of their dimensions?"""
     rows = rows[rows["kind"] == "spectrum"]
@@ -205,11 +194,7 @@ def correlated(rows: pd.DataFrame) -> Verdict:
     )
 
 
-@PAPER.claim(
-    "V2",
-    "A basis from Lt dense steps serves the Lc steps that follow.",
-    watched,
-)
+@PAPER.claim("V2", "A basis from Lt dense steps serves the Lc steps that follow.", watched)
 def carries(rows: pd.DataFrame) -> Verdict:
     """Is a basis of the dense steps as good as the oracle's in the steps that follow?"""
     # where a layer has too few slices for a spectrum, the oracle's basis would fit each of them
@@ -254,11 +239,7 @@ def over_time(found: pd.DataFrame) -> Figure:
     return plots.lines(medians, "ages", "errors", "entry", "window", labels, lambda ax, _: ax.set_ylim(0, 1.5))
 
 
-@PAPER.claim(
-    "V3",
-    "Training loses no accuracy at 8x.",
-    trained,
-)
+@PAPER.claim("V3", "Training loses no accuracy at 8x.", trained)
 def training(rows: pd.DataFrame) -> Verdict:
     """Does compressing from a fifth of the training on cost accuracy?"""
     rows = against_dense(rows, "net")
@@ -316,11 +297,7 @@ def cycles(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found).melt(var_name="scheme", value_name="speed-up", ignore_index=False).reset_index()
 
 
-@PAPER.claim(
-    "V4",
-    "Around the ring, aggregation is more than 5 times as fast, dense steps counted.",
-    timed,
-)
+@PAPER.claim("V4", "Around the ring, aggregation is more than 5 times as fast, dense steps counted.", timed)
 def aggregation(rows: pd.DataFrame) -> Verdict:
     """Is a whole cycle around the ring more than five times as fast as dense steps?"""
     found = cycles(rows)
@@ -330,8 +307,6 @@ def aggregation(rows: pd.DataFrame) -> Verdict:
     net, link, scheme = max(judged, key=lambda place: pd.Series(judged[place]).median())
     best = spread(judged[net, link, scheme], rate_of)
     plain = max(pd.Series(each).median() for place, each in judged.items() if place[2] == "8x")
-    steps = over_seeds(rows, ["net", "link", "ring", "sent"], ["seconds"])
-    drawn = plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""})
     fits = ", ".join(f"{spread(some['fit'], seconds_of)} ({each})" for (each,), some in groups(rows, "net"))
     return Verdict(
         judge(cells, f"the fastest cycle is {best} as fast as dense"),
@@ -339,30 +314,22 @@ def aggregation(rows: pd.DataFrame) -> Verdict:
         f"they are {rate_of(plain)} at most.",
         {
             "Times faster than the dense ring, measured": over_seeds(found, ["net", "scheme", "link"], ["speed-up"]),
-            "One step of each ring, layer after layer": steps,
+            "One step of each ring": over_seeds(rows, ["net", "link", "ring", "sent"], ["seconds"]),
         },
-        drawn,
+        plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""}),
         "Speed-up of a cycle over the dense ring, by link: mean and range of seeds.",
-        f"With dense steps as they are no cycle can be more than {number(sum(CYCLE) / CYCLE[0])} times as fast, and "
-        f"at 8x {number(sum(CYCLE) / (CYCLE[0] + CYCLE[1] / 8))} times. The fit of all bases, once a cycle, takes the "
-        f"busiest rank {fits}; it is part of the cycle, the broadcast of its result is not. Each layer is a ring of "
-        "its own: with many small layers the messages decide, not the bytes.",
+        f"The fit of all bases, once a cycle, takes the busiest rank {fits}.",
     )
 
 
-@PAPER.claim(
-    "V5",
-    "With QSGD it is better than either alone at an equal compression ratio.",
-    quantized,
-    timed,
-)
+@PAPER.claim("V5", "With QSGD it is better than either alone at an equal compression ratio.", quantized, timed)
 def together(rows: pd.DataFrame, ring: pd.DataFrame) -> Verdict:
     """At an equal compression ratio, are both together better than either alone, in error and in time?"""
     found = with_medians(rows[~rows["entry"].str.startswith("oracle")])
     errors = found.groupby(["entry", "seed"])["error"].median().unstack("entry")  # the median of the layers
     cells, lower, kinds = {}, [], []
     for ratio, mixes in MIXES.items():
-        both = [entry for entry, (elements, bits) in mixes.items() if elements and bits]
+        both = [entry for entry, (elements, values) in mixes.items() if elements and values != "fp32"]
         alone = [entry for entry in mixes if entry not in both]
         for entry, (elements, _) in mixes.items():
             what = "both" if entry in both else "GradiVeQ" if elements else "QSGD"

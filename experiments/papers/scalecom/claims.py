@@ -34,11 +34,7 @@ PAPER = Paper("scalecom", ["fashion_mnist", "noisy_digits", "bytes"])
 # -- S1, S2, S3: the ranks' residuals and the leader's selection ------------------------------------
 
 
-@PAPER.claim(
-    "S1",
-    "The ranks' residuals are alike, so that one rank's selection serves all.",
-    settings.watched,
-)
+@PAPER.claim("S1", "The ranks' residuals are alike, so that one rank's selection serves all.", settings.watched)
 def alike(rows: pd.DataFrame) -> Verdict:
     """Judge the distance between residuals, and the leader's share of the best energy."""
     rows = rows.assign(near=(rows["distance"] < NEAR) * 1.0, enough=(rows["share"] > ENERGY) * 1.0)
@@ -85,9 +81,7 @@ def alike(rows: pd.DataFrame) -> Verdict:
 
 
 @PAPER.claim(
-    "S2",
-    "A low-pass filter on the residual makes residuals more alike at a large learning rate.",
-    settings.watched,
+    "S2", "A low-pass filter on the residual makes residuals more alike at a large learning rate.", settings.watched
 )
 def filtered(rows: pd.DataFrame) -> Verdict:
     """Judge the distance between residuals with the filter against that without it."""
@@ -149,10 +143,7 @@ def lemma(rows: pd.DataFrame) -> Verdict:
 
 
 @PAPER.claim(
-    "S4",
-    "At a large batch and a learning rate scaled up, the filter saves convergence.",
-    settings.large,
-    trains=True,
+    "S4", "At a large batch and a learning rate scaled up, the filter saves convergence.", settings.large, trains=True
 )
 def large_batch(rows: pd.DataFrame) -> Verdict:
     """Judge trainings of many workers at four times the learning rate."""
@@ -170,6 +161,7 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
         diverged = f" (β 1 diverged in {lost} of {len(plain)} seeds)" if lost else ""
         gain = f"with {workers} workers {spread((best - plain).dropna())} against β 1{diverged}"
         told.append(f"{gain} and {spread(best - most)} against the best dense")
+    table = over_seeds(rows, ["workers", "factor", "method"], ["value", "gap"])
     drawn = plots.lines(
         rows.assign(panel=rows["workers"].astype(str) + " workers"),
         "factor",
@@ -183,11 +175,7 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, "β 0.1 is neither above β 1 in every seed nor within a point of dense"),
         f"β 0.1 at {times} times the learning rate, in points: {'; '.join(told)}.",
-        {
-            "Held-out accuracy, %, and its gap to the best dense": over_seeds(
-                rows, ["workers", "factor", "method"], ["value", "gap"]
-            )
-        },
+        {"Held-out accuracy, %, and its gap to the best dense": table},
         drawn,
         "Held-out accuracy by workers, learning rate and β: mean and range over seeds; trainings that diverged are "
         "missing.",
@@ -197,12 +185,7 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
 # -- S5: no loss -----------------------------------------------------------------------------------
 
 
-@PAPER.claim(
-    "S5",
-    "Models train without loss at 47x to 65x and at more than 100x.",
-    settings.trained,
-    trains=True,
-)
+@PAPER.claim("S5", "Models train without loss at 47x to 65x and at more than 100x.", settings.trained, trains=True)
 def no_loss(rows: pd.DataFrame) -> Verdict:
     """Judge what is lost against dense training, by task, ratio, selection and β."""
     rows = against_dense(rows, "task")
@@ -221,6 +204,7 @@ def no_loss(rows: pd.DataFrame) -> Verdict:
         for method in ("exact, β 1", "chunk, β 0.1")
         for at in ("48x", "over 100x")
     )
+    table = over_seeds(rows, ["at", "method", "task"], ["value", "loss", "ratio"])
     compared = rows[rows["method"].isin(["topk", "exact, β 1", settings.HALF, "chunk, β 0.1"])]
     drawn = plots.lines(
         compared.assign(overall=compared.groupby(["task", "method", "at"])["ratio"].transform("median")),
@@ -235,11 +219,7 @@ def no_loss(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, "no setting is that close to dense on any task in every seed"),
         f"Points behind dense on the pictures (median, least to largest over tasks and seeds): {told}.",
-        {
-            "Bits per byte or points behind dense, and the overall compression ratio": over_seeds(
-                rows, ["at", "method", "task"], ["value", "loss", "ratio"]
-            )
-        },
+        {"Bits per byte or points behind dense, and the overall compression ratio": table},
         drawn,
         "What is lost against dense training by the overall compression ratio, and the most that the rule allows "
         "(black): mean and range over seeds.",
@@ -266,11 +246,7 @@ def _overall(exact: Mapping[tuple[str, str], float]) -> str:
 # -- S6, S7: convergence and traffic ---------------------------------------------------------------
 
 
-@PAPER.claim(
-    "S6",
-    "It converges as dense SGD does, with 1/√T.",
-    settings.converging,
-)
+@PAPER.claim("S6", "It converges as dense SGD does, with 1/√T.", settings.converging)
 def converges(rows: pd.DataFrame) -> Verdict:
     """Judge how the mean of ‖∇f‖² falls with the number of steps."""
     slopes = pd.DataFrame(
@@ -281,12 +257,7 @@ def converges(rows: pd.DataFrame) -> Verdict:
     names = list(dict.fromkeys(slopes["method"]))
     cells = {name: list(wide[name] - wide["none"] <= SLOPES) for name in names if name != "none"}
     drawn = plots.lines(
-        rows,
-        "T",
-        "square",
-        "method",
-        labels={"T": "T, steps", "square": "mean ‖∇f‖²"},
-        decorate=_as_the_root,
+        rows, "T", "square", "method", labels={"T": "T, steps", "square": "mean ‖∇f‖²"}, decorate=_as_the_root
     )
     return Verdict(
         judge(cells, "every exponent is larger than dense training's by more than the rule allows"),
@@ -306,11 +277,7 @@ def _as_the_root(ax: Axes, rows: pd.DataFrame) -> None:
     ax.plot(steps, rows["square"].max() * (steps[0] / steps) ** 0.5, "k", lw=0.8)
 
 
-@PAPER.claim(
-    "S7",
-    "Traffic does not grow with the number of workers, as it does with top-k.",
-    settings.travelling,
-)
+@PAPER.claim("S7", "Traffic does not grow with the number of workers, as it does with top-k.", settings.travelling)
 def flat(rows: pd.DataFrame) -> Verdict:
     """Judge how a rank's bytes grow with the number of ranks."""
     # a ring transmits 2(p − 1)/p of what it sums; its pieces are whole elements

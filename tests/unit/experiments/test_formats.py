@@ -41,5 +41,5 @@ def test_statistics_tell_waves_from_heavy_tails() -> None:
     waves = np.sin(np.arange(4096) / 50).astype(np.float32)
     heavy = np.random.default_rng(0).standard_t(2, 4096).astype(np.float32)
     smooth, rough = formats.statistics_of(waves), formats.statistics_of(heavy)
-    assert smooth.correlation > 0.99 and smooth.kurtosis < 2
-    assert abs(rough.correlation) < 0.1 and rough.kurtosis > 6
+    assert smooth["correlation"] > 0.99 and smooth["kurtosis"] < 2
+    assert abs(rough["correlation"]) < 0.1 and rough["kurtosis"] > 6
