@@ -27,7 +27,8 @@ class Unit:
     """One call of a measure.
 
     Args:
-        measure: a function at the top of a module, so that another process can import it. It returns plain data.
+        measure: a function at the top of a module, so that another process can import it. It returns a record of plain
+            data, or a list of them.
         settings: its keywords, plain data.
         labels: what tells its result from those of other units, such as the net and the seed.
         alone: it measures time, so nothing else may run meanwhile.
@@ -56,8 +57,8 @@ class Unit:
         return replace(self, settings=self.settings | settings, labels=self.labels | settings)
 
 
-def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[Any]:
-    """Return what every unit finds. Measure those that the folder has no result of, equal ones once.
+def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[list[dict[str, Any]]]:
+    """Return the records of every unit, with its labels. Measure what the folder has no result of, equal units once.
 
     Args:
         units: those that are ``alone`` come last, one at a time.
@@ -85,7 +86,9 @@ def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[Any]:
             done += 1
             remaining = numbers.clock((time.perf_counter() - began) / done * (len(missing) - done))
             print(f"[{done}/{len(missing)}] {record['name']}, about {remaining} left", flush=True)
-    return [json.loads(file.read_text(encoding="utf-8"))["found"] for file in files]
+    found = [json.loads(file.read_text(encoding="utf-8"))["found"] for file in files]
+    records = [each if isinstance(each, list) else [each] for each in found]
+    return [[{**unit.labels, **row} for row in rows] for unit, rows in zip(units, records, strict=True)]
 
 
 def _found(file: Path, unit: Unit) -> tuple[Path, dict[str, Any]]:

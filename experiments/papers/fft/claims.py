@@ -14,9 +14,10 @@ from experiments.cluster.rates import Rate
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Scale, Verdict, against_dense, groups, judge, over_seeds, per_seed, spread
+from experiments.papers.claims import Paper, Scale, Verdict, judge
 from experiments.papers.fft import measures
 from experiments.papers.fft.formats import BITS
+from experiments.papers.frames import against_dense, groups, over_seeds, per_seed, spread
 from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
@@ -46,9 +47,6 @@ EXCHANGED: dict[str, Settings] = {
 DATA = {"raw": "gradients", "kept": "kept frequencies"}
 
 PAPER = Paper("fft", ["fashion_mnist", "noisy_digits", "bytes"])
-
-
-# -- units ---------------------------------------------------------------------------------------
 
 
 def watched(scale: Scale) -> list[Unit]:
@@ -102,9 +100,6 @@ def timed(_: Scale) -> list[Unit]:
 def logarithmic(ax: Axes, _: pd.DataFrame) -> None:
     """Make the y axis logarithmic."""
     ax.set_yscale("log")
-
-
-# -- claims --------------------------------------------------------------------------------------
 
 
 @PAPER.claim("F1", "Dropping frequencies errs less than top-k, QSGD and TernGrad do.", watched)

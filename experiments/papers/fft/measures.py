@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from experiments.bench.lockstep import PARTS, time_steps
 from experiments.papers import simulate
 from experiments.papers.fft import formats
 from experiments.papers.simulate import Moment
-from hvdcompress import registry
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.methods.fft import FFT
@@ -114,20 +114,15 @@ def rivals_of(spec: TensorSpec, ranks: int) -> dict[str, tuple[Loopback, Loopbac
 
 def num_bytes(settings: Settings, spec: TensorSpec, ranks: int) -> int:
     """Return the bytes that a rank passes to its collectives."""
-    return registry.get(settings["method"], **{k: v for k, v in settings.items() if k != "method"}).num_bytes(
-        spec, ranks
-    )
+    return load(settings).program.main.num_bytes(spec, ranks)
 
 
 def matched(settings: Settings, spec: TensorSpec, most: int, ranks: int) -> Settings:
     """Return the settings with the largest density whose payload has at most ``most`` bytes."""
     places = spec.size // 2 + 1 if settings["method"] == "fft" else spec.size
-    low, high = 1, places
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = num_bytes({**settings, "density": density(middle, places)}, spec, ranks) <= most
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return {**settings, "density": density(low, places)}
+    counts = range(1, places + 1)
+    fit = bisect_right(counts, most, key=lambda k: num_bytes({**settings, "density": density(k, places)}, spec, ranks))
+    return {**settings, "density": density(max(fit, 1), places)}
 
 
 def density(k: int, places: int) -> float:

@@ -11,20 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.papers import simulate
-from experiments.papers.claims import (
-    Kind,
-    Outcome,
-    Paper,
-    Scale,
-    Verdict,
-    against_dense,
-    exploded,
-    groups,
-    judge,
-    over_seeds,
-    per_seed,
-    spread,
-)
+from experiments.papers.claims import Kind, Outcome, Paper, Scale, Verdict, judge
+from experiments.papers.frames import against_dense, exploded, groups, over_seeds, per_seed, spread
 from experiments.papers.gaussiank import measures
 from experiments.papers.units import Unit
 from experiments.report import plots
@@ -146,6 +134,8 @@ def contraction(rows: pd.DataFrame) -> Verdict:
         outcome = Outcome(Kind.CONDITIONS, f"{told} (counterexample below)")
     table = over_seeds(rows, ["net", "density"], ["left", "bound"])
     counted = rows.groupby(["net", "density"], sort=False)
+    # points of a density and a net beside each other
+    rows["k/n"] = rows["density"] * np.linspace(0.85, 1.15, len(rows))
     table = table.assign(vectors=counted.size().to_numpy(), violations=counted["broken"].sum().to_numpy())
     return Verdict(
         outcome,
@@ -153,7 +143,7 @@ def contraction(rows: pd.DataFrame) -> Verdict:
         f"at 1 %, top-k leaves {spread(per_seed(rows[rows['density'] == 0.01], 'left'))} of the energy, the bound "
         f"{number(0.99**2, 4)}.",
         {"‖u − top_k(u)‖²/‖u‖², and the bound": table},
-        bounds(rows),
+        plots.lines(rows, "k/n", "left", "net", None, {"left": "‖u − top_k(u)‖²/‖u‖²"}, _bounds, "."),
         "The energy that top-k leaves, against the two bounds; each vector is a point.",
     )
 
@@ -164,19 +154,12 @@ def percents(ax: Axes) -> None:
     ax.set_xticks(DENSITIES, [percent(density) for density in DENSITIES])
 
 
-def bounds(rows: pd.DataFrame) -> Figure:
-    """Draw what top-k leaves of each vector, and both bounds."""
-    drawn, (ax,) = plots.figure()
-    for shift, (net, some) in enumerate(rows.groupby("net", sort=False)):
-        xs = some["density"] * (1 + 0.35 * (shift - 0.5)) * np.linspace(0.93, 1.07, len(some))
-        ax.plot(xs, some["left"], ".", markersize=2.5, label=net)
+def _bounds(ax: Axes, _: pd.DataFrame) -> None:
     xs = np.geomspace(min(DENSITIES) / 2, max(DENSITIES) * 2, 60)
     ax.plot(xs, 1 - xs, "k", label="1 − k/n")
     ax.plot(xs, (1 - xs) ** 2, "k--", label="(1 − k/n)²")
-    ax.set(ylim=(0, 1.03), ylabel="‖u − top_k(u)‖²/‖u‖²")
+    ax.set_ylim(0, 1.03)
     percents(ax)
-    ax.legend()
-    return drawn
 
 
 @PAPER.claim("G3", "A threshold from a Gaussian fit, corrected three times, chooses about k elements.", watched)

@@ -7,22 +7,13 @@ from itertools import product
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
+from experiments import nets
 from experiments.cluster.hosts import problem
 from experiments.papers import simulate
-from experiments.papers.claims import (
-    Kind,
-    Paper,
-    Scale,
-    Verdict,
-    against_dense,
-    groups,
-    judge,
-    over_seeds,
-    per_seed,
-    spread,
-)
+from experiments.papers.claims import Kind, Paper, Scale, Verdict, judge
+from experiments.papers.frames import against_dense, groups, over_seeds, per_seed, spread
 from experiments.papers.gradiveq import measures, rings
 from experiments.papers.units import Unit
 from experiments.report import plots
@@ -45,9 +36,11 @@ WINDOWS: dict[str, tuple[int, Settings]] = {
 }
 STEPS = {"lenet5": 400, "digits_net": 600, "resnet20": 200}  #: of trainings that are judged by their accuracy
 SIZES = [0, 64, 192]  #: elements of a slice; 0: the method's own choice
-STAGES = ((16, 16, 10), (32, 16, 1), (32, 32, 9), (64, 32, 1), (64, 64, 9))  #: filters, depth and number of layers
 #: layers whose rings are timed: the 3x3 convolutions of ResNet-32 but the first, the paper's net, and one of VGG's
-RINGS = {"ResNet-32": [[f, d, 3, 3] for f, d, n in STAGES for _ in range(n)], "VGG layer": [[512, 512, 3, 3]]}
+RINGS = {
+    "ResNet-32": [shape for shape in nets.get("resnet32").values() if shape[2:] == (3, 3)][1:],
+    "VGG layer": [(512, 512, 3, 3)],
+}
 LINKS = {None: "shared memory, 2 ranks", "100mbit": "100 Mbit/s, 2 ranks", "1gbit": "1 Gbit/s, 2 ranks"}
 #: GradiVeQ (elements per component; 0: without) and QSGD (format of the values), alone and together, by compression
 #: ratio; QSGD has 2 bits at least
@@ -74,9 +67,6 @@ POINTS = 1.0  #: of held-out accuracy, which count as no loss
 FASTER = 5.0  #: times, for claims of speed and of the overall compression ratio
 
 PAPER = Paper("gradiveq", ["fashion_mnist", "noisy_digits"])
-
-
-# -- units ---------------------------------------------------------------------------------------
 
 
 def gradiveq(net: str, dense: int, compressed: int, **more: object) -> Settings:
@@ -140,8 +130,8 @@ def trainings(net: str, steps: int) -> dict[str, Settings]:
 
 def trained(scale: Scale) -> list[Unit]:
     """List dense trainings and those with GradiVeQ; ResNet-20 takes too long for short ones."""
-    nets = STEPS if scale.full else ("lenet5", "digits_net")
-    tasks = {net: simulate.training(net, scale.steps(STEPS[net])) for net in nets}
+    short = ("lenet5", "digits_net")
+    tasks = {net: simulate.training(net, scale.steps(STEPS[net])) for net in (STEPS if scale.full else short)}
     return [
         Unit(simulate.accuracy, {"task": task, "method": method, "ranks": RANKS}, {"net": net, "method": name})
         for net, task in tasks.items()
@@ -158,9 +148,6 @@ def timed(_: Scale) -> list[Unit]:
         Unit(rings.timed, {"layers": RINGS[net], "rate": rate, **common}, {"net": net, "link": LINKS[rate]}, alone=True)
         for net, rate in product(RINGS, links)
     ]
-
-
-# -- claims --------------------------------------------------------------------------------------
 
 
 @PAPER.claim("V1", "Slices of a convolution's gradient are strongly linearly correlated.", watched)
@@ -215,12 +202,16 @@ def carries(rows: pd.DataFrame) -> Verdict:
         f"{net}, dense from step {start:g} on, {entry}": [ratio <= LASTS for ratio in each]
         for (net, start, entry), each in ratios.items()
     }
+    steps = found.explode(["ages", "errors"]).astype({"ages": int, "errors": float})
+    steps["window"] = steps["net"] + ", dense from step " + steps["start"].astype(str)
+    steps = steps.groupby(["window", "seed", "entry", "ages"], as_index=False, sort=False)["errors"].median()
+    labels = {"ages": "steps after the fit", "errors": "‖ĝ − ḡ‖/‖ḡ‖"}
     late = [f"{spread(each)} for {net} with {entry} settings" for (net, start, entry), each in ratios.items() if start]
     return Verdict(
         judge(cells, f"the error is at best {number(min(map(min, ratios.values())))} times the oracle's"),
         f"Error over the oracle's, windows in the middle of training: {', '.join(late)}.",
         {"Medians over steps and layers": over_seeds(medians, by, ["error", "oracle", "ratio"])},
-        over_time(found),
+        plots.lines(steps, "ages", "errors", "entry", "window", labels, lambda ax, _: ax.set_ylim(0, 1.5)),
         "Errors of steps after the dense ones, median of the layers, compared with the oracle's.",
     )
 
@@ -230,32 +221,25 @@ def with_medians(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(error=[pd.Series(each).median() for each in rows["errors"]])
 
 
-def over_time(found: pd.DataFrame) -> Figure:
-    """Draw the errors of each step after the dense ones, a panel per window."""
-    steps = found.explode(["ages", "errors"]).astype({"ages": int, "errors": float})
-    steps["window"] = steps["net"] + ", dense from step " + steps["start"].astype(str)
-    medians = steps.groupby(["window", "seed", "entry", "ages"], as_index=False, sort=False)["errors"].median()
-    labels = {"ages": "steps after the fit", "errors": "‖ĝ − ḡ‖/‖ḡ‖"}
-    return plots.lines(medians, "ages", "errors", "entry", "window", labels, lambda ax, _: ax.set_ylim(0, 1.5))
-
-
 @PAPER.claim("V3", "Training loses no accuracy at 8x.", trained)
 def training(rows: pd.DataFrame) -> Verdict:
     """Does compressing from a fifth of the training on cost accuracy?"""
     rows = against_dense(rows, "net")
     gaps = {place: list(some["gap"]) for place, some in groups(rows, "net", "method")}
-    nets = list(dict.fromkeys(rows["net"]))
-    both = [(net, method) for net in nets for method in ("default", "paper")]
+    names = list(dict.fromkeys(rows["net"]))
+    both = [(net, method) for net in names for method in ("default", "paper")]
     cells = {", ".join(place): [gap >= -POINTS for gap in gaps[place]] for place in both}
-    told = {method: "; ".join(f"{spread(gaps[net, method])} for {net}" for net in nets) for _, method in both[:2]}
+    told = {method: "; ".join(f"{spread(gaps[net, method])} for {net}" for net in names) for _, method in both[:2]}
     table = over_seeds(rows, ["net", "method"], ["value", "gap", "wire"])
+    sparse = rows[rows["method"] != "none"]
+    labels = {"wire": "overall compression ratio", "gap": "points against dense"}
     return Verdict(
         judge(cells, f"with both settings at least one seed loses more than {POINTS:g} point"),
         f"Against dense, in points: default settings {told['default']}; the paper's {told['paper']}. The highest "
         f"ratio of {FASTER:g}x at least overall, dense steps counted, within {POINTS:g} point in every seed: "
-        f"{'; '.join(fastest(rows[rows['net'] == net], net) for net in nets)}.",
+        f"{'; '.join(fastest(rows[rows['net'] == net], net) for net in names)}.",
         {"Held-out accuracy, %, its gap to dense, and the overall ratio": table},
-        tradeoff(rows[rows["method"] != "none"]),
+        plots.lines(sparse, "wire", "gap", "method", "net", labels, _limits, "o", height=3.6, share_y=True),
         "Points against the same seed's dense training by the overall compression ratio, one per training.",
     )
 
@@ -273,17 +257,9 @@ def fastest(rows: pd.DataFrame, net: str) -> str:
     return f"{net} with “{name}”, {rate_of(float(within['wire'][name]))} at {gaps} points"
 
 
-def tradeoff(rows: pd.DataFrame) -> Figure:
-    """Draw the gap to dense against the overall compression ratio, a panel per net, a point per training."""
-    drawn, axes = plots.figure(rows["net"].nunique(), height=3.6, share_y=True)
-    for ax, (net, some) in zip(axes, rows.groupby("net", sort=False), strict=True):
-        for method, each in some.groupby("method", sort=False):
-            ax.plot(each["wire"], each["gap"], "o", markersize=4, label=method)
-        ax.axhline(-POINTS, color="0.6", lw=1)
-        ax.axvline(FASTER, color="0.6", lw=1)
-        ax.set(title=str(net), xlabel="overall compression ratio", ylabel="points against dense")
-    drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    return drawn
+def _limits(ax: Axes, _: pd.DataFrame) -> None:
+    ax.axhline(-POINTS, color="0.6", lw=1)
+    ax.axvline(FASTER, color="0.6", lw=1)
 
 
 def cycles(rows: pd.DataFrame) -> pd.DataFrame:

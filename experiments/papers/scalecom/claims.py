@@ -8,17 +8,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from experiments.papers.claims import (
-    Paper,
-    Verdict,
-    against_dense,
-    exploded,
-    groups,
-    judge,
-    over_seeds,
-    per_seed,
-    spread,
-)
+from experiments.papers.claims import Paper, Verdict, judge
+from experiments.papers.frames import against_dense, exploded, groups, over_seeds, per_seed, spread
 from experiments.papers.scalecom import settings
 from experiments.report import plots
 from experiments.report.numbers import number, percent, rate_of
@@ -29,9 +20,6 @@ LARGE_POINTS = 1.0  #: of accuracy, with many workers
 LEAST_RATIOS = {"48x": 40.0, "over 100x": 100.0}  #: with what stays dense, for the ratio's claim to be judged
 SLOPES = 0.1  #: by which an exponent may differ from the dense one's
 PAPER = Paper("scalecom", ["fashion_mnist", "noisy_digits", "bytes"])
-
-
-# -- S1, S2, S3: the ranks' residuals and the leader's selection ------------------------------------
 
 
 @PAPER.claim("S1", "The ranks' residuals are alike, so that one rank's selection serves all.", settings.watched)
@@ -120,12 +108,7 @@ def lemma(rows: pd.DataFrame) -> Verdict:
     }
     table = over_seeds(rows, ["net", "select"], ["missed", "left", "bound", "slack"])
     counted = rows.groupby(["net", "select"], sort=False)["above"]
-    drawn, (ax,) = plots.figure(height=3.4)
-    for select, some in rows.groupby("select", sort=False):
-        ax.plot(some["bound"], some["left"], ".", markersize=2.5, label=select)
-    ax.plot([0, 1], [0, 1], "k", lw=1, label="the bound")
-    ax.set(xlabel="d/k + (1 − d/k)·γ0", ylabel="‖ȳ − CLT(ȳ)‖²/‖ȳ‖²")
-    ax.legend()
+    labels = {"bound": "d/k + (1 − d/k)·γ0", "left": "‖ȳ − CLT(ȳ)‖²/‖ȳ‖²"}
     return Verdict(
         judge(cells, f"the bound is broken {rows['above'].sum()} times in {len(rows)}"),
         f"{rows['above'].sum()} of {len(rows)} vectors are above the bound; slack {spread(per_seed(rows, 'slack'))}.",
@@ -134,12 +117,13 @@ def lemma(rows: pd.DataFrame) -> Verdict:
                 vectors=counted.size().to_numpy(), above=counted.sum().to_numpy()
             )
         },
-        drawn,
+        plots.lines(rows, "bound", "left", "select", None, labels, _diagonal, "."),
         "What the leader's selection leaves of the ranks' mean against Lemma 1's bound: below the line it holds.",
     )
 
 
-# -- S4: many workers ------------------------------------------------------------------------------
+def _diagonal(ax: Axes, _: pd.DataFrame) -> None:
+    ax.plot([0, 1], [0, 1], "k", lw=1, label="the bound")
 
 
 @PAPER.claim(
@@ -180,9 +164,6 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
         "Held-out accuracy by workers, learning rate and β: mean and range over seeds; trainings that diverged are "
         "missing.",
     )
-
-
-# -- S5: no loss -----------------------------------------------------------------------------------
 
 
 @PAPER.claim("S5", "Models train without loss at 47x to 65x and at more than 100x.", settings.trained, trains=True)
@@ -241,9 +222,6 @@ def _overall(exact: Mapping[tuple[str, str], float]) -> str:
     told = f"with what stays dense, exact selection at 48x has {rate_of(min(overall))} to {rate_of(max(overall))}"
     left = f" {' and '.join(small)}, much of which stays dense, is not judged." if small else ""
     return f"Ratios are those of large tensors; {told}.{left}"
-
-
-# -- S6, S7: convergence and traffic ---------------------------------------------------------------
 
 
 @PAPER.claim("S6", "It converges as dense SGD does, with 1/√T.", settings.converging)

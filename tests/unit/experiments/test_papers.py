@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from experiments import __main__ as cli
 from experiments.papers import claims, run
-from experiments.papers.claims import Kind, Scale, judge, over_seeds, spread
+from experiments.papers.claims import Kind, Scale, judge
+from experiments.papers.frames import over_seeds, spread
 from experiments.papers.page import PAPERS, anchor
 from experiments.report import results
 from tests import ROOT
