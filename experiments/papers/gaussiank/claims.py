@@ -132,11 +132,10 @@ def contraction(rows: pd.DataFrame) -> Verdict:
     if outcome.kind is Kind.HOLDS and odd["left"] > odd["bound"] and odd["above"] == 0:
         told = "for every vector measured below the line; the condition alone does not imply the bound"
         outcome = Outcome(Kind.CONDITIONS, f"{told} (counterexample below)")
-    table = over_seeds(rows, ["net", "density"], ["left", "bound"])
-    counted = rows.groupby(["net", "density"], sort=False)
+    counted = rows.groupby(["net", "density"])["broken"].agg(vectors="size", violations="sum").reset_index()
+    table = over_seeds(rows, ["net", "density"], ["left", "bound"]).merge(counted)
     # points of a density and a net beside each other
     rows["k/n"] = rows["density"] * np.linspace(0.85, 1.15, len(rows))
-    table = table.assign(vectors=counted.size().to_numpy(), violations=counted["broken"].sum().to_numpy())
     return Verdict(
         outcome,
         f"{rows['broken'].sum()} violations in the {rows['below'].sum()} comparisons (of {len(rows)}) below the line; "
@@ -213,20 +212,13 @@ def selection(rows: pd.DataFrame) -> Verdict:
     largest = rows["n"].max()
     took = wide.loc[largest].median()
     told = ", ".join(f"{number(took[name] / took[OURS])} times as long with {name}" for name in others)
-    drawn = plots.lines(
-        rows[rows["draws"] == "laplace"].assign(milliseconds=rows["seconds"] * 1e3),
-        "n",
-        "milliseconds",
-        "selector",
-        labels={"n": "n, elements"},
-        decorate=lambda ax, _: ax.loglog(),
-        height=4.2,
-    )
+    drawn = rows[rows["draws"] == "laplace"].assign(milliseconds=rows["seconds"] * 1e3)
+    labels = {"n": "n, elements"}
     return Verdict(
         judge(cells, "no size is selected faster"),
         f"On one CPU core, at n = {largest:,} and k/n = 0.1 %, {seconds_of(took[OURS])}; {told}.",
         {"Seconds on one core": over_seeds(rows, ["n", "draws", "selector"], ["seconds"])},
-        drawn,
+        plots.lines(drawn, "n", "milliseconds", "selector", None, labels, lambda ax, _: ax.loglog(), height=4.2),
         "Time to select 0.1 % of n values from a Laplace distribution, on one core.",
     )
 
@@ -247,22 +239,14 @@ def training(rows: pd.DataFrame) -> Verdict:
     lost = behind.isna().sum()
     rows = against_dense(rows, "net")
     table = over_seeds(rows, ["net", "method", "density"], ["value", "gap", "ratio"])
-    drawn = plots.lines(
-        sparse,
-        "density",
-        "value",
-        "method",
-        panel="net",
-        labels={"value": "held-out accuracy, %"},
-        decorate=_above_seventy,
-    )
+    labels = {"value": "held-out accuracy, %"}
     return Verdict(
         judge(cells, "random-k trains as well, or Gaussian-k worse"),
         f"Gaussian-k against top-k: {spread(wide['gaussiank'] - wide['topk'])} points over nets, densities and seeds "
         f"(median, least to largest). Random-k is {spread(behind.dropna())} points behind top-k"
         + (f", and diverges in {lost} of {len(behind)} trainings." if lost else "."),
         {"Held-out accuracy, %, its gap to dense, and the compression ratio": table},
-        drawn,
+        plots.lines(sparse, "density", "value", "method", "net", labels, _above_seventy),
         "Held-out accuracy by density: mean and range over seeds, without trainings that diverged or end below 70 %.",
     )
 

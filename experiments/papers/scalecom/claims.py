@@ -106,17 +106,13 @@ def lemma(rows: pd.DataFrame) -> Verdict:
         f"{net}, {select}": list(~some.groupby("seed")["above"].any())
         for (net, select), some in groups(rows, "net", "select")
     }
-    table = over_seeds(rows, ["net", "select"], ["missed", "left", "bound", "slack"])
-    counted = rows.groupby(["net", "select"], sort=False)["above"]
+    counted = rows.groupby(["net", "select"])["above"].agg(vectors="size", above="sum").reset_index()
+    table = over_seeds(rows, ["net", "select"], ["missed", "left", "bound", "slack"]).merge(counted)
     labels = {"bound": "d/k + (1 − d/k)·γ0", "left": "‖ȳ − CLT(ȳ)‖²/‖ȳ‖²"}
     return Verdict(
         judge(cells, f"the bound is broken {rows['above'].sum()} times in {len(rows)}"),
         f"{rows['above'].sum()} of {len(rows)} vectors are above the bound; slack {spread(per_seed(rows, 'slack'))}.",
-        {
-            "d/k, and what is left of the ranks' mean": table.assign(
-                vectors=counted.size().to_numpy(), above=counted.sum().to_numpy()
-            )
-        },
+        {"d/k, and what is left of the ranks' mean": table},
         plots.lines(rows, "bound", "left", "select", None, labels, _diagonal, "."),
         "What the leader's selection leaves of the ranks' mean against Lemma 1's bound: below the line it holds.",
     )
@@ -146,24 +142,20 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
         gain = f"with {workers} workers {spread((best - plain).dropna())} against β 1{diverged}"
         told.append(f"{gain} and {spread(best - most)} against the best dense")
     table = over_seeds(rows, ["workers", "factor", "method"], ["value", "gap"])
-    drawn = plots.lines(
-        rows.assign(panel=rows["workers"].astype(str) + " workers"),
-        "factor",
-        "value",
-        "method",
-        panel="panel",
-        labels={"factor": "learning rate in units of 0.05", "value": "held-out accuracy, %"},
-        decorate=lambda ax, _: ax.set_xticks(settings.FACTORS),
-        share_y=True,
-    )
+    rows = rows.assign(panel=rows["workers"].astype(str) + " workers")
+    labels = {"factor": "learning rate in units of 0.05", "value": "held-out accuracy, %"}
     return Verdict(
         judge(cells, "β 0.1 is neither above β 1 in every seed nor within a point of dense"),
         f"β 0.1 at {times} times the learning rate, in points: {'; '.join(told)}.",
         {"Held-out accuracy, %, and its gap to the best dense": table},
-        drawn,
+        plots.lines(rows, "factor", "value", "method", "panel", labels, _ticks, share_y=True),
         "Held-out accuracy by workers, learning rate and β: mean and range over seeds; trainings that diverged are "
         "missing.",
     )
+
+
+def _ticks(ax: Axes, _: pd.DataFrame) -> None:
+    ax.set_xticks(settings.FACTORS)
 
 
 @PAPER.claim("S5", "Models train without loss at 47x to 65x and at more than 100x.", settings.trained, trains=True)
@@ -234,9 +226,7 @@ def converges(rows: pd.DataFrame) -> Verdict:
     wide = slopes.pivot(index="seed", columns="method", values="exponent")
     names = list(dict.fromkeys(slopes["method"]))
     cells = {name: list(wide[name] - wide["none"] <= SLOPES) for name in names if name != "none"}
-    drawn = plots.lines(
-        rows, "T", "square", "method", labels={"T": "T, steps", "square": "mean ‖∇f‖²"}, decorate=_as_the_root
-    )
+    labels = {"T": "T, steps", "square": "mean ‖∇f‖²"}
     return Verdict(
         judge(cells, "every exponent is larger than dense training's by more than the rule allows"),
         "Exponents: " + "; ".join(f"{name} {spread(wide[name])}" for name in names) + ".",
@@ -244,7 +234,7 @@ def converges(rows: pd.DataFrame) -> Verdict:
             "Exponent of T": over_seeds(slopes, ["method"], ["exponent"]),
             "Mean ‖∇f‖²": over_seeds(rows, ["method", "T"], ["square"]),
         },
-        drawn,
+        plots.lines(rows, "T", "square", "method", None, labels, _as_the_root),
         "The mean of ‖∇f‖² over trainings of T steps, by T: mean and range over seeds; the black line falls as 1/√T.",
     )
 
@@ -269,18 +259,13 @@ def flat(rows: pd.DataFrame) -> Verdict:
             cells.setdefault(method, []).append(some["sent"].nunique() == 1 and kept[some.index].all())
     least, most = rows["ranks"].min(), rows["ranks"].max()
     told = "; ".join(f"{spread(each)} ({name})" for name, each in growth.items())
-    drawn = plots.lines(
-        rows, "ranks", "wire", "method", labels={"wire": "bytes on the wire"}, decorate=lambda ax, _: ax.loglog(base=2)
-    )
+    table = over_seeds(rows, ["method", "ranks"], ["sent", "wire", "union"])
+    labels = {"wire": "bytes on the wire"}
     return Verdict(
         judge(cells, "its bytes grow with the ranks"),
         f"From {least} to {most} ranks, what a rank transmits grows by a factor of {told}; a ring's 2(p − 1)/p by "
         f"{number(rows['ring'].iloc[-1] / rows['ring'].iloc[0])}.",
-        {
-            "Bytes of one exchange, and the share of the result that is not zero": over_seeds(
-                rows, ["method", "ranks"], ["sent", "wire", "union"]
-            )
-        },
-        drawn,
+        {"Bytes of one exchange, and the share of the result that is not zero": table},
+        plots.lines(rows, "ranks", "wire", "method", None, labels, lambda ax, _: ax.loglog(base=2)),
         "Bytes that a rank transmits, by the number of ranks.",
     )
