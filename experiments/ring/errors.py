@@ -73,6 +73,7 @@ def main() -> None:
 
     def decorate(ax: plots.Axes, _: pd.DataFrame) -> None:
         ax.set(xscale="log", xticks=world_sizes, xticklabels=world_sizes, ylim=(0, None), ylabel="relative error")
+        ax.minorticks_off()
 
     drawn = plots.lines(frame.melt(["codec", "ranks"]), "ranks", "value", "variable", panel="codec", decorate=decorate)
     plots.save(drawn, Path("runs/ring/ring-errors.svg"))

@@ -334,5 +334,7 @@ class GradiVeQ(Method):
         share = expand(own, 1.0 / ctx.world_size) if ctx.needs_own else None
         retrain = False
         if self.retrain_error:
-            retrain = matrices.norm(x - share, ops) > self.retrain_error * matrices.norm(x, ops)
+            rest = ops.scaled(x, 1.0)
+            ops.subtract(rest, share, 1.0)
+            retrain = matrices.norm(rest, ops) > self.retrain_error * matrices.norm(x, ops)
         return Reduced(total=expand(total, 1.0), own=share, trigger=retrain)

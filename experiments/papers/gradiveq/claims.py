@@ -206,9 +206,10 @@ def carries(rows: pd.DataFrame) -> Verdict:
     steps["window"] = steps["net"] + ", dense from step " + steps["start"].astype(str)
     steps = steps.groupby(["window", "seed", "entry", "ages"], as_index=False, sort=False)["errors"].median()
     labels = {"ages": "steps after the fit", "errors": "‖ĝ − ḡ‖/‖ḡ‖"}
+    best = min(pd.Series(each).median() for each in ratios.values())
     late = [f"{spread(each)} for {net} with {entry} settings" for (net, start, entry), each in ratios.items() if start]
     return Verdict(
-        judge(cells, f"the error is at best {number(min(map(min, ratios.values())))} times the oracle's"),
+        judge(cells, f"the error is at best {number(best)} times the oracle's"),
         f"Error over the oracle's, windows in the middle of training: {', '.join(late)}.",
         {"Medians over steps and layers": over_seeds(medians, by, ["error", "oracle", "ratio"])},
         plots.lines(steps, "ages", "errors", "entry", "window", labels, lambda ax, _: ax.set_ylim(0, 1.5)),
@@ -292,7 +293,7 @@ def aggregation(rows: pd.DataFrame) -> Verdict:
             "Times faster than the dense ring, measured": over_seeds(found, ["net", "scheme", "link"], ["speed-up"]),
             "One step of each ring": over_seeds(rows, ["net", "link", "ring", "sent"], ["seconds"]),
         },
-        plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""}),
+        plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""}, columns=1),
         "Speed-up of a cycle over the dense ring, by link: mean and range of seeds.",
         f"The fit of all bases, once a cycle, takes the busiest rank {fits}.",
     )

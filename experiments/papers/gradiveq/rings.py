@@ -56,7 +56,7 @@ def timed(
     with nullcontext() if rate is None else Hosts(ranks, rate) as hosts:
         program = ("-m", "experiments.papers.gradiveq.rings", text)
         printed = launch.run(program, ranks, "mpi", hosts=hosts, timeout=PATIENCE)
-    found: list[dict[str, Any]] = json.loads(next(line for line in printed.splitlines() if line.startswith("[")))
+    found: list[dict[str, Any]] = json.loads(next(line for line in printed.splitlines() if line.startswith("[{")))
     return found
 
 
