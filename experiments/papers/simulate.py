@@ -51,7 +51,7 @@ class Trained(NamedTuple):
     """How a training went."""
 
     losses: list[float]  #: of each step, the ranks' mean; shorter if the training diverged
-    value: float  #: the held-out measure; NaN if the training diverged or was ended early
+    value: float  #: the held-out measure; NaN if the training diverged or was looked at
     ratio: float  #: compression ratio by the bytes that a rank hands to collectives
     wire: float  #: by the bytes that it transmits, if collectives are rings; NaN for one rank
     rows: list[Settings]  #: what ``look`` returned, with step and phase
@@ -90,7 +90,6 @@ def train(
     seed: int,
     look: Callable[[Moment], list[Settings]] = lambda _: [],
     at: Collection[int] = (),
-    until: int | None = None,
     momentum: str = "keep",
 ) -> Trained:
     """Train, and look at some of the steps. A training whose loss is NaN or Inf ends there.
@@ -101,8 +100,7 @@ def train(
         ranks: how many.
         seed: of weights, batches and the method.
         look: is called with the :class:`Moment` of each step in ``at``; its rows are kept.
-        at: steps, from 0.
-        until: end after so many steps of the training's schedule.
+        at: steps, from 0. The training ends after the last of them, and its held-out measure is not taken.
         momentum: ``optimizer_momentum`` of the plan; the papers keep it.
     """
     torch.set_num_threads(1)
@@ -118,7 +116,7 @@ def train(
     batches = [data.batches(rank, ranks, seed, given.batch_size) for rank in range(ranks)]
     losses: list[float] = []
     rows: list[Settings] = []
-    for step in range(until or given.steps):
+    for step in range(max(at) + 1 if at else given.steps):
         clip = given.clip_norm if given.clip == "before" else None
         found = [_gradients(model, next(shares), clip) for shares in batches]
         gradients = [one for one, _ in found]
@@ -136,7 +134,7 @@ def train(
         sgd.param_groups[0]["lr"] = rate = loop.learning_rate(given, step)
         sgd.step()
         net.observe(learning_rate=rate, loss=loss)
-    whole = len(losses) == given.steps
+    whole = not at and len(losses) == given.steps
     value = evaluate(model, data, TASKS[given.task].metric) if whole else math.nan
     return Trained(losses, value, net.ledger.compression_ratio(ranks - 1), wire_ratio(net), rows)
 

@@ -189,4 +189,5 @@ def test_published_pages_are_short_and_complete(id):
     for record in found["records"]:
         assert f"]({id}.md#{anchor(record)}) | {record['text']} | " in overview
     paper = pytest.importorskip(f"experiments.papers.{id}.claims").PAPER
+    assert text.count("*Test:*") == text.count("*Rule:*") == len(paper.claims)
     assert [claim.id for claim in paper.claims] == list(dict.fromkeys(record["claim"] for record in found["records"]))
