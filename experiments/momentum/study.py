@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import joblib
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,6 +25,7 @@ from experiments.momentum.contenders import STEPS, Contender, parse
 from experiments.momentum.tasks import TASKS, Task
 from experiments.report import jsonl
 from experiments.training.loop import Diverged
+from experiments.training.models_torch import gradients_of, held_out_sums
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
 
@@ -141,7 +141,8 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
             loss = _step(net, [next(share) for share in shares], task, exchange, optimizer)
             seconds.append(time.perf_counter() - began)
             if step % (EVERY if step > steps - SCORED * EVERY else 2 * EVERY) == 0 or step == steps:
-                evaluations.append((step, _finite(tasks.evaluate(net, data, task.metric), "score", step)))
+                value = task.metric.value(*held_out_sums(net, data.held_out(0, 1)))
+                evaluations.append((step, _finite(value, "score", step)))
             _finite(loss, "loss", step)
         status, score = "done", statistics.fmean(value for _, value in evaluations[-SCORED:])
     except Diverged:
@@ -170,19 +171,9 @@ def _step(
     net: nn.Module, batches: Sequence[Any], task: Task, exchange: Loopback, optimizer: torch.optim.Optimizer
 ) -> float:
     """Compute each rank's gradients, exchange them and update the net. Return the ranks' mean loss."""
-    parameters = dict(net.named_parameters())
-    gradients: list[dict[str, np.ndarray]] = []
-    losses = []
-    for batch in batches:
-        net.zero_grad()  # the next backward pass makes new tensors, so the gradients below need no copies
-        loss = tasks.loss_of(net, batch)
-        loss.backward()
-        if task.clip is not None:
-            nn.utils.clip_grad_norm_(parameters.values(), task.clip)
-        gradients.append({name: parameter.grad.numpy() for name, parameter in parameters.items()})
-        losses.append(loss.item())
+    gradients, losses = zip(*(gradients_of(net, batch, task.clip) for batch in batches), strict=True)
     reduced = exchange.allreduce_many(gradients)[0]
-    for name, parameter in parameters.items():
+    for name, parameter in net.named_parameters():
         parameter.grad = torch.from_numpy(reduced[name])
     optimizer.step()
     return statistics.fmean(losses)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from experiments import phases
 from experiments.training import loop, models_torch
@@ -111,7 +110,7 @@ def train(
     rows = []
     for step in range(until or given.steps):
         clip = given.clip_norm if given.clip == "before" else None
-        found = [_gradients(model, next(shares), clip) for shares in batches]
+        found = [models_torch.gradients_of(model, next(shares), clip) for shares in batches]
         gradients = [one for one, _ in found]
         losses.append(float(np.mean([loss for _, loss in found])))
         if not np.isfinite(losses[-1]):
@@ -125,7 +124,8 @@ def train(
         sgd.param_groups[0]["lr"] = rate = loop.learning_rate(given, step)
         sgd.step()
         net.observe(learning_rate=rate, loss=losses[-1])
-    value = math.nan if until else _held_out(model, given.task, data)
+    score = TASKS[given.task].metric.value
+    value = math.nan if until else score(*models_torch.held_out_sums(model, data.held_out(0, 1)))
     return Trained(losses, value, net.ledger.compression_ratio(ranks - 1), wire_ratio(net), rows)
 
 
@@ -149,17 +149,6 @@ def wire_ratio(net: Loopback) -> float:
     return dense / sent if (sent := net.ledger.bytes_on_wire(rank)) else math.nan
 
 
-def _gradients(model: torch.nn.Module, batch: Any, clip_norm: float | None) -> tuple[Tensors, float]:
-    """Return a rank's gradients and loss; ``clip_norm`` bounds the norm of all its gradients together."""
-    x, y = map(torch.from_numpy, batch)
-    model.zero_grad()
-    loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-    loss.backward()
-    if clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}, loss.item()
-
-
 def _residuals(net: Loopback, gradients: list[Tensors]) -> list[Tensors]:
     """Copy all residuals, because the exchange overwrites them. Before the first step they are zeros."""
 
@@ -170,15 +159,3 @@ def _residuals(net: Loopback, gradients: list[Tensors]) -> list[Tensors]:
             return np.zeros_like(like)
 
     return [{name: one(name, rank, g) for name, g in tensors.items()} for rank, tensors in enumerate(gradients)]
-
-
-@torch.no_grad()
-def _held_out(model: torch.nn.Module, task: str, data: Images | Bytes) -> float:
-    """Return the task's measure on the whole held-out set."""
-    sums = np.zeros(3)
-    for batch in data.held_out(0, 1):
-        x, y = map(torch.from_numpy, batch)
-        logits = model(x).flatten(0, -2)
-        nll = F.cross_entropy(logits, y.flatten(), reduction="sum")
-        sums += [float(nll), float((logits.argmax(1) == y.flatten()).sum()), y.numel()]
-    return TASKS[task].metric.value(*sums)

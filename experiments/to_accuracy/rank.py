@@ -25,6 +25,7 @@ from experiments.to_accuracy.races import RACES, Race
 from experiments.to_accuracy.run import TIMEOUT
 from experiments.to_accuracy.trainer import TRAINERS, Trainer
 from experiments.training.loop import Ranks
+from experiments.training.models_torch import held_out_sums
 from experiments.training.tasks import Batch
 from experiments.training.torch_trainer import DdpRanks
 
@@ -75,10 +76,8 @@ def train(ranks: Ranks, race: Race, driver: str, device: str, contender: str, se
         trainer.set_rate(step - 1, race.steps)
         seconds += timed(trainer, next(batches))
         if step % race.every == 0 or step == race.steps:
-            data = tasks.DATA[race.task.data]()
-            score = race.task.metric.value(
-                *sums(ranks, tasks.held_out_sums(trainer.net, data, ranks.rank(), ranks.size()))
-            )
+            held_out = tasks.DATA[race.task.data]().held_out(ranks.rank(), ranks.size())
+            score = race.task.metric.value(*sums(ranks, held_out_sums(trainer.net, held_out)))
             say(ranks, {"step": step, "seconds": round(seconds, 4), "score": score})
     say(ranks, {"done": True})
     trainer.close()

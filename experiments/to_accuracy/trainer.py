@@ -15,6 +15,7 @@ from experiments.momentum.contenders import Contender
 from experiments.momentum.study import OPTIMIZER_MOMENTUM
 from experiments.momentum.tasks import Task
 from experiments.to_accuracy.contenders import FP16, NOOP, POWERSGD, baseline_of
+from experiments.training.models_torch import loss_of
 from experiments.training.tasks import Batch
 from hvdcompress import ddp
 from hvdcompress._torch.compressor import TensorCompressor
@@ -72,7 +73,7 @@ class Trainer:
     def step(self, batch: Batch) -> None:
         """Take one training step."""
         self.optimizer.zero_grad()
-        tasks.loss_of(self.model, batch).backward()
+        loss_of(self.model, batch).backward()
         if self.task.clip is not None:
             self.clip(self.task.clip)
         self.optimizer.step()
@@ -144,7 +145,7 @@ class HorovodTrainer(Trainer):
     def step(self, batch: Batch) -> None:
         """Take one training step; clip between the exchange and the update."""
         self.optimizer.zero_grad()
-        tasks.loss_of(self.model, batch).backward()
+        loss_of(self.model, batch).backward()
         self.optimizer.synchronize()
         if self.task.clip is not None:
             self.clip(self.task.clip)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,8 +51,8 @@ class Trainer(Protocol):
     def compute(self, batch: Batch) -> None:
         """Forward and backward without an exchange or an update, to be timed."""
 
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Return sums over a batch: negative log-likelihood, and how many are right."""
+    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+        """Return sums over batches: negative log-likelihood, how many are right, and how many there are."""
 
 
 def learning_rate(task: Task, step: int) -> float:
@@ -84,10 +84,8 @@ def train(ranks: Ranks, run: Run, data: Images | Bytes, trainer: Trainer, file: 
             jsonl.append(file, {"event": event, **values})
 
     def score() -> float:
-        mine = np.zeros(3)
-        for batch in data.held_out(ranks.rank(), ranks.size()):
-            mine += [*trainer.evaluate(batch), batch[1].size]
-        return TASKS[task.task].metric.value(*_sums(ranks, mine.tolist(), "score"))
+        mine = trainer.evaluate(data.held_out(ranks.rank(), ranks.size()))
+        return TASKS[task.task].metric.value(*_sums(ranks, mine, "score"))
 
     print(f"[{run.id}] {compressor.describe()}", flush=True)
     say("start", spec=run.spec(), parameters=sum(sizes), describe=compressor.describe(), **notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -111,7 +112,7 @@ class TensorflowTrainer:
         """Forward and backward, without the tape of Horovod."""
         self.alone(tf.constant(batch[0]), tf.constant(batch[1]))[0].numpy()
 
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Return sums over a batch: negative log-likelihood, correct."""
-        nll, correct = self.scores(tf.constant(batch[0]), tf.constant(batch[1]))
-        return float(nll), float(correct)
+    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+        """Return sums over batches: negative log-likelihood, correct, all."""
+        parts = [[*map(float, self.scores(tf.constant(x), tf.constant(y))), float(y.size)] for x, y in batches]
+        return np.sum([[0.0, 0.0, 0.0], *parts], axis=0).tolist()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
@@ -52,20 +52,14 @@ class TorchTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
-        loss = self.loss(self.forward, batch)
+        loss = models_torch.loss_of(self.forward, batch)
         (loss * self.clipping(loss)).backward()
         self.optimizer.step()
         return loss.item()
 
     def compute(self, batch: Batch) -> None:
         """Forward and backward, without hooks: nothing is exchanged."""
-        torch.autograd.grad(self.loss(self.model, batch), list(self.model.parameters()))
-
-    @staticmethod
-    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the mean loss of a batch."""
-        x, y = map(torch.from_numpy, batch)
-        return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        torch.autograd.grad(models_torch.loss_of(self.model, batch), list(self.model.parameters()))
 
     def clipping(self, loss: torch.Tensor) -> torch.Tensor | float:
         """Return the factor that clips this rank's own gradient, if it is to be clipped before the exchange.
@@ -79,14 +73,9 @@ class TorchTrainer:
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in own]))
         return (self.task.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
 
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Return sums over a batch: negative log-likelihood, correct."""
-        self.model.eval()
-        x, y = torch.from_numpy(batch[0]), torch.from_numpy(batch[1]).flatten()
-        logits = self.model(x).flatten(0, -2)
-        self.model.train()
-        return float(F.cross_entropy(logits, y, reduction="sum")), float((logits.argmax(1) == y).sum())
+    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+        """Return sums over batches: negative log-likelihood, correct, all."""
+        return models_torch.held_out_sums(self.model, batches)
 
 
 class HorovodTrainer(TorchTrainer):

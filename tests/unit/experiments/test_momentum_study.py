@@ -13,6 +13,7 @@ from experiments.report import jsonl, results
 torch = pytest.importorskip("torch")
 
 from experiments.momentum import contenders, report, study, tasks  # noqa: E402
+from experiments.training.models_torch import held_out_sums, loss_of  # noqa: E402
 from experiments.training.tasks import Images  # noqa: E402
 
 TINY = tasks.Task("tiny", "tiny", "sgd", rate=0.1, momentum=0.9, batch=4)
@@ -82,10 +83,10 @@ def test_dense_equals_training_on_the_mean_gradient(tmp_path):
     shares = [data.batches(rank, 2, 1, 4) for rank in range(2)]
     for _ in range(4):
         optimizer.zero_grad()
-        loss = sum(tasks.loss_of(net, next(share)) for share in shares) / 2
+        loss = sum(loss_of(net, next(share)) for share in shares) / 2
         loss.backward()
         optimizer.step()
-    assert found["evaluations"] == [[4, pytest.approx(tasks.evaluate(net, data, TINY.metric))]]
+    assert found["evaluations"] == [[4, pytest.approx(TINY.metric.value(*held_out_sums(net, data.held_out(0, 1))))]]
 
 
 def summary(scores, diverged=()):
