@@ -29,11 +29,10 @@ from experiments.training.models_torch import gradients_of, held_out_sums
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
 
-__all__ = ["OPTIMIZER_MOMENTUM", "run", "train", "units_of"]
+__all__ = ["run", "train", "units_of"]
 
 EVERY = 50  #: steps between evaluations, of which every second is left out before those that are scored
 SCORED = 5  #: the score is the mean of so many last evaluations
-OPTIMIZER_MOMENTUM = {"plain": "keep", "cancelled": "cancel"}  #: the plan's ``optimizer_momentum`` by form
 Unit = tuple[str, Task, Contender, int, int]  # the task's name and settings, contender, seed, steps
 
 
@@ -159,12 +158,8 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
 
 def exchange_of(task: Task, contender: Contender, seed: int) -> Loopback:
     """Return the ranks of a contender. The library learns about the optimizer's momentum only if it can cancel it."""
-    plan = {"seed": seed, **contender.settings}
-    if task.optimizer != "sgd":
-        return Loopback(plan, task.ranks)
-    if contender.form != "default":
-        plan["optimizer_momentum"] = OPTIMIZER_MOMENTUM[contender.form]
-    return Loopback(plan, task.ranks, optimizer=SGD(momentum=contender.momentum_on(task), nesterov=False))
+    sgd = SGD(contender.momentum_on(task), nesterov=False) if task.optimizer == "sgd" else None
+    return Loopback({"seed": seed, **contender.plan(task)}, task.ranks, optimizer=sgd)
 
 
 def _step(

@@ -14,8 +14,9 @@ import numpy as np
 import pandas as pd
 
 from experiments.cluster.rates import Rate
+from experiments.momentum.contenders import DENSE, without_rate
 from experiments.report import statistics, tables
-from experiments.to_accuracy.contenders import DENSE, FP16, NOOP, baseline_of, parse, without_rate
+from experiments.to_accuracy.contenders import FP16, NOOP, baseline_of, parse
 from experiments.to_accuracy.races import RACES
 from experiments.to_accuracy.run import best, reached
 

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.momentum import tasks
 from experiments.momentum.contenders import Contender
-from experiments.momentum.study import OPTIMIZER_MOMENTUM
 from experiments.momentum.tasks import Task
 from experiments.to_accuracy.contenders import FP16, NOOP, POWERSGD, baseline_of
 from experiments.training.models_torch import loss_of
@@ -29,14 +28,6 @@ def noop(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def settings_of(contender: Contender, task: Task) -> tuple[Any, dict[str, Any]]:
-    """Return a method's id, or "auto", and its settings."""
-    settings = dict(contender.settings)
-    if contender.form != "default" and task.optimizer == "sgd":
-        settings["optimizer_momentum"] = OPTIMIZER_MOMENTUM[contender.form]
-    return settings.pop("method"), settings
 
 
 class Trainer:
@@ -98,10 +89,8 @@ class DdpTrainer(Trainer):
         )
         self.model = model
         if self.baseline is None:
-            method, settings = settings_of(contender, task)
-            if task.clip is not None:
-                settings["clip_norm"] = task.clip
-            self.compressor = ddp.attach(model, method, optimizer=self.optimizer, **settings)
+            plan = {**contender.plan(task), **({"clip_norm": task.clip} if task.clip is not None else {})}
+            self.compressor = ddp.attach(model, plan, optimizer=self.optimizer)
         elif powersgd:
             rank = int(baseline.removeprefix(POWERSGD))
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
@@ -135,8 +124,7 @@ class HorovodTrainer(Trainer):
         named = list(self.net.named_parameters())
         compression: Any = hvd.Compression.fp16 if self.baseline == FP16 else hvd.Compression.none
         if self.baseline is None:
-            method, settings = settings_of(contender, task)
-            compression = self.compressor = Compressor(method, named, **settings)
+            compression = self.compressor = Compressor(contender.plan(task), named)
         else:  # Horovod caches tensors by name, and a process trains several contenders
             named = [(f"{contender.name}.{name}", parameter) for name, parameter in named]
         self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=named, compression=compression)

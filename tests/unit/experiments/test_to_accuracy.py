@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
+from experiments.momentum.contenders import at_rate, without_rate
 from experiments.report import results
 
 torch = pytest.importorskip("torch")
@@ -21,8 +22,8 @@ def training(contender, seed, scores, race="mlp", rate=None):
 
 def test_a_factor_of_the_rate_comes_and_goes():
     for name in ("dense", "topk@density=0.1:plain", "topk:cancelled"):
-        assert contenders.without_rate(contenders.at_rate(name, 0.5)) == name
-        assert contenders.parse(contenders.at_rate(name, 0.5)).lr == 0.5
+        assert without_rate(at_rate(name, 0.5)) == name
+        assert contenders.parse(at_rate(name, 0.5)).lr == 0.5
 
 
 def test_the_best_training_arrives_first_or_ends_better():
