@@ -56,7 +56,7 @@ def measure(methods: Sequence[str], world_size: int) -> pd.DataFrame:
             for net, clock in zip(nets, clocks, strict=True):
                 clock.seconds.append(0.0)
                 net.allreduce_many(gradients)
-            copies.append(num_bytes / copy_speed(num_bytes // 4, 2) / 1e9)
+            copies.append(num_bytes / copy_speed(num_bytes // 4, 1) / 1e9)  # into memory that is new
         copy = statistics.median(copies)
         keep, adapt = (statistics.median(clock.seconds[WARM:]) / copy for clock in clocks)
         memory = (_state(nets[1]) - _state(nets[0])) / 1e6
