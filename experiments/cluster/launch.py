@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from experiments.cluster.hosts import Hosts
 
-__all__ = ["Driver", "LaunchError", "Ranks", "Stopped", "has_horovod", "lines", "run", "shown", "stoppable", "tail"]
+__all__ = ["Driver", "LaunchError", "Ranks", "Stopped", "has_horovod", "lines", "run", "stoppable", "tail"]
 
 Driver = Literal["horovod", "gloo", "mpi", "ddp"]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -84,12 +84,6 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def shown(path: Path | str) -> str:
-    """Return a path for messages: relative to the current folder if it lies inside of it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def _search_path() -> str:

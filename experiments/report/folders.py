@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,10 +48,5 @@ def users_own(folder: Path) -> Iterator[None]:
         yield
     finally:
         if os.geteuid() == 0 and "SUDO_UID" in os.environ and folder.is_dir():
-            owner = int(os.environ["SUDO_UID"]), int(os.environ.get("SUDO_GID", "-1"))
-            # by open folders: paths could be made to lead elsewhere meanwhile
-            for _, folders, files, opened in os.fwalk(folder, topdown=False):
-                for each in (*folders, *files):
-                    os.chown(each, *owner, dir_fd=opened, follow_symlinks=False)
-            for path in made:
-                os.chown(path, *owner, follow_symlinks=False)
+            owner = ":".join(os.environ[name] for name in ("SUDO_UID", "SUDO_GID") if name in os.environ)
+            subprocess.run(["chown", "-RhP", owner, *made], check=False)

@@ -58,14 +58,8 @@ def fnn3(data: Any) -> nn.Module:
 
 
 def lenet5(data: Any) -> nn.Module:
-    """LeNet-5 with ReLUs and maxima, as Gaussian-k's study has it: 62 thousand parameters for grey pictures of 28x28.
-
-    Raises:
-        ValueError: a side of the pictures has fewer than 12 pixels.
-    """
+    """LeNet-5 with ReLUs and maxima, as Gaussian-k's study has it: 62 thousand parameters for 28x28 in grey."""
     channels, height, width = data.x.shape[1:]
-    if min(height, width) < 12:
-        raise ValueError(f"the net 'lenet5' needs pictures of 12 pixels a side or more, not {height}x{width}")
     sides = [(side // 2 - 4) // 2 for side in (height, width)]
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5, padding=2),  # MNIST's 28 pixels as the 32 that the net was made for
@@ -200,9 +194,6 @@ def build(net: str, data: Any, **sizes: int) -> nn.Module:
         net: a name in ``tasks.NETS``.
         data: the data set, ``Images`` or ``Bytes``.
         sizes: arguments of the net, such as ``width``.
-
-    Raises:
-        ValueError: the data's pictures are too small for it.
     """
     return BUILDERS[net](data, **sizes)
 
