@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.momentum.remedies import REMEDIES
+from experiments.momentum.remedies import CLASSES, REMEDIES, register
 from hvdcompress.plan.reading import plan_of, settings_of
 
 if TYPE_CHECKING:
@@ -125,6 +125,8 @@ def parse(name: str, task: Task | None = None) -> Contender:
     if colon and form not in ("plain", "cancelled"):
         raise ValueError(f"{name}: write :plain or :cancelled, not {form!r}")
     method, at, given = text.partition("@")
+    if method in CLASSES:
+        register()
     known = {**METHODS, **REMEDIES}.get(method, {"method": method})
     settings = {**known, **(settings_of(given.split(",")) if at else {})}
     lr, momentum = float(settings.pop("lr", 1.0)), None

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvdcompress.method import (
+    REGISTERED,
     AllGather,
     Array,
     Communication,
@@ -48,7 +49,7 @@ class Remedy(TopK):
         return shares, total
 
 
-@method("gmc")
+@method
 class GMC(Remedy):
     """Global Momentum Compression (Zhao et al. 2019, arXiv 1905.12948).
 
@@ -75,7 +76,7 @@ class GMC(Remedy):
         return Reduced(total, push, {"update": total / np.float32(ctx.world_size)})
 
 
-@method("regtopk")
+@method
 class RegTopK(Remedy):
     """RegTop-k (Bereyhi et al. 2024, arXiv 2409.14893): elements that have just been sent are less likely to be sent.
 
@@ -104,7 +105,7 @@ class RegTopK(Remedy):
         return Reduced(Shares(shares), own, {"penalty": penalty})
 
 
-@method("ef21_sgdm")
+@method
 class EF21SGDM(Remedy):
     """EF21 with momentum (Fatkhullin et al. 2023, arXiv 2305.15155, Alg. 1), where ranks send changes of an estimate.
 
@@ -139,6 +140,16 @@ class EF21SGDM(Remedy):
 
 #: Settings by the names that they have as contenders. ``mu`` is the optimizer's momentum, and ``lr`` the factor that
 #: gives EF21-SGDM, whose momentum averages, the effective rate lr/(1 − 0.9) of the other contenders.
+CLASSES: dict[str, type[Remedy]] = {"gmc": GMC, "regtopk": RegTopK, "ef21_sgdm": EF21SGDM}
+for _id, _class in CLASSES.items():
+    _class.id = _id
+
+
+def register() -> None:
+    """Register the classes under their ids, so that plans find them; importing this module does not."""
+    REGISTERED.update(CLASSES)
+
+
 REMEDIES: dict[str, dict[str, Any]] = {
     "lowpass": {"method": "topk", "density": 0.01, "feedback": "lowpass", "beta": 0.1},
     "gmc": {"method": "gmc", "density": 0.01, "mu": 0.0},

@@ -20,7 +20,7 @@ import joblib
 import torch
 from torch import nn
 
-from experiments.momentum import tasks
+from experiments.momentum import remedies, tasks
 from experiments.momentum.contenders import STEPS, Contender, parse
 from experiments.momentum.tasks import TASKS, Task
 from experiments.report import jsonl
@@ -158,6 +158,7 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
 
 def exchange_of(task: Task, contender: Contender, seed: int) -> Loopback:
     """Return the ranks of a contender. The library learns about the optimizer's momentum only if it can cancel it."""
+    remedies.register()  # this may be a process of its own
     sgd = SGD(contender.momentum_on(task), nesterov=False) if task.optimizer == "sgd" else None
     return Loopback({"seed": seed, **contender.plan(task)}, task.ranks, optimizer=sgd)
 

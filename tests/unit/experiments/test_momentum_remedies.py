@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.momentum import contenders
+from experiments.momentum import contenders, remedies
 from hvdcompress.loopback import Loopback
 
 RANKS, STEPS, SHAPE, K = 2, 6, (20, 5), 10
@@ -13,6 +13,7 @@ RANKS, STEPS, SHAPE, K = 2, 6, (20, 5), 10
 
 def exchanged(method, **settings):
     """Return every rank's gradients [steps, ranks, n], and the reduced gradients [steps, n]."""
+    remedies.register()
     random = np.random.default_rng(1)
     gradients = random.standard_normal((STEPS, RANKS, *SHAPE)).astype(np.float32)
     net = Loopback({"method": method, "density": K / 100, "min_elements": 1, **settings}, RANKS)
