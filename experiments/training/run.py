@@ -42,6 +42,8 @@ def check(experiment: Experiment, driver: launch.Driver) -> None:
             net = net_of(task.task, task.net)
         except ValueError as error:
             raise experiment.error(("tasks", number, "net"), str(error)) from None
+        if task.clip == "before":
+            raise experiment.error(("tasks", number, "clip"), "must be after, unless ranks are simulated")
         if tensorflow and (net != "digits_net" or task.clip_norm):
             raise experiment.error(("tasks", number), "TensorFlow trains the net digits_net without clipping")
 
@@ -67,20 +69,12 @@ def prepare(folder: Path, experiment: Experiment, driver: str, link: str) -> Non
             file.unlink(missing_ok=True)
             continue
         old = {**events[0]["spec"], "launch": {key: events[0]["launch"].get(key) for key in launched}}
-        if changed := _changes(old, json.loads(json.dumps({**run.spec(), "launch": launched}))):
-            raise ValueError(
-                f"{file} was made with other settings ({changed}): resume with the same, or leave --resume"
-            )
+        now = json.loads(json.dumps({**run.spec(), "launch": launched}))
+        if changed := [key for key in now if old.get(key) != now[key]]:
+            there = {key: old.get(key) for key in changed}
+            raise ValueError(f"{file} was made with other settings, {there}: resume with the same, or leave --resume")
     experiment.save(folder / "config.yaml")
     (folder / "launch.json").write_text(json.dumps(launched) + "\n", encoding="utf-8")
-
-
-def _changes(old: Any, new: Any, key: str = "") -> str:
-    """Return the keys at which two nested dicts differ, with both values; empty if they do not."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        parts = (_changes(old.get(k), new.get(k), f"{key}.{k}".lstrip(".")) for k in {**old, **new})
-        return ", ".join(filter(None, parts))
-    return "" if old == new else f"{key}: {old!r} there, {new!r} now"
 
 
 def train(experiment: Experiment, folder: Path, driver: launch.Driver, hosts: Hosts | None = None) -> bool:

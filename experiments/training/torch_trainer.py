@@ -20,11 +20,7 @@ __all__ = ["DdpRanks", "DdpTrainer", "HorovodTrainer"]
 
 
 class TorchTrainer:
-    """The net of a run. Subclasses add the optimizer and the compression.
-
-    Attributes:
-        plan: the method's, with the task's clipping after the exchange.
-    """
+    """The net of a run. Subclasses add the optimizer and the compression."""
 
     compressor: Any
     optimizer: Any
@@ -33,8 +29,7 @@ class TorchTrainer:
         torch.manual_seed(run.seed)  # same initial parameters for every method, and on every rank
         self.task = run.task
         # clipped by the Compressor, as what the optimizer is handed is larger where momentum is cancelled
-        clip = {"clip_norm": run.task.clip_norm} if run.task.clip == "after" else {}
-        self.plan = hvdcompress.load({"seed": run.seed, **run.method.settings, **clip})
+        self.plan = hvdcompress.load({"seed": run.seed, **run.method.settings, "clip_norm": run.task.clip_norm})
         self.model = models_torch.build(net_of(run.task.task, run.task.net), data)
         self.forward: torch.nn.Module = self.model
 
@@ -53,25 +48,13 @@ class TorchTrainer:
             group["lr"] = rate
         self.optimizer.zero_grad()
         loss = models_torch.loss_of(self.forward, batch)
-        (loss * self.clipping(loss)).backward()
+        loss.backward()
         self.optimizer.step()
         return loss.item()
 
     def compute(self, batch: Batch) -> None:
         """Forward and backward, without hooks: nothing is exchanged."""
         torch.autograd.grad(models_torch.loss_of(self.model, batch), list(self.model.parameters()))
-
-    def clipping(self, loss: torch.Tensor) -> torch.Tensor | float:
-        """Return the factor that clips this rank's own gradient, if it is to be clipped before the exchange.
-
-        In the backward pass that the exchange goes along with, the first tensors are on their way before the last are
-        known. So the norm comes from a pass of its own, which fires no hooks.
-        """
-        if self.task.clip == "after" or self.task.clip_norm is None:
-            return 1.0
-        own = torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=True)
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in own]))
-        return (self.task.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
 
     def evaluate(self, batches: Iterable[Batch]) -> list[float]:
         """Return sums over batches: negative log-likelihood, correct, all."""
