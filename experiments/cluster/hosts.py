@@ -27,7 +27,7 @@ from pathlib import Path
 
 from experiments.cluster.rates import Rate
 
-__all__ = ["STATES", "Hosts", "HostsError", "Traffic", "problem", "sent_here"]
+__all__ = ["STATES", "Hosts", "HostsError", "Traffic", "problem"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STATES = Path("/var/lib/hvdcompress")  #: a folder of programs for each set of hosts; /run may be mounted noexec
@@ -97,15 +97,6 @@ def _sent(*words: str) -> int:
         if found and found[0]["kind"] == "tbf":
             return int(found[0]["bytes"])
     raise HostsError("there is no emulated host's link here: are the hosts up, and does this run on one of them?")
-
-
-def sent_here() -> int:
-    """Return the bytes that this process's host has sent so far; for ranks, about their own host.
-
-    Raises:
-        HostsError: this process is not on an emulated host.
-    """
-    return _sent("qdisc", "show", "dev", "eth0")
 
 
 def problem() -> str | None:

@@ -12,18 +12,18 @@ from pathlib import Path
 __all__ = ["choose", "users_own"]
 
 
-def choose(name: str, out: Path | None = None, resume: bool = False, runs: Path = Path("runs")) -> Path:
+def choose(name: str, out: Path | None = None, resume: bool = False) -> Path:
     """Choose the folder of a run; earlier results are never touched.
 
     Args:
         name: the run's.
         out: the folder that the user named.
         resume: take ``out``, or the newest folder of the name.
-        runs: where folders are made.
 
     Raises:
         ValueError: there is nothing to resume, or ``out`` holds something already.
     """
+    runs = Path("runs")
     numbers = {
         int(match[1] or 1): folder
         for folder in (runs.iterdir() if runs.is_dir() else ())

@@ -17,16 +17,19 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hvdcompress
 from experiments.report import jsonl
 from experiments.training.experiment import Experiment
-from experiments.training.loop import Diverged, Ranks, train
+from experiments.training.loop import Diverged, train
 from experiments.training.tasks import TASKS
 
+if TYPE_CHECKING:
+    from experiments.training.torch_trainer import DdpRanks
 
-def framework_of(driver: str) -> tuple[Ranks, Callable[..., Any], str]:
+
+def framework_of(driver: str) -> tuple[DdpRanks, Callable[..., Any], str]:
     """Return the ranks, the trainer and the framework's version of a driver: horovod, ddp or tensorflow."""
     if driver == "tensorflow":
         import horovod.tensorflow as hvd

@@ -68,16 +68,17 @@ def test_what_is_written_under_sudo_is_the_users(tmp_path, monkeypatch):
     assert tmp_path.stat().st_uid == other.stat().st_uid == 0
 
 
-def test_a_new_folder_for_every_run(tmp_path):
-    assert folders.choose("x", runs=tmp_path / "runs") == tmp_path / "runs" / "x"
+def test_a_new_folder_for_every_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert folders.choose("x") == Path("runs/x")
     for name in ("x", "x-2", "x-10", "xy"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-    assert folders.choose("x", runs=tmp_path / "runs").name == "x-11"
-    assert folders.choose("x", resume=True, runs=tmp_path / "runs").name == "x-10"
+        Path("runs", name).mkdir(parents=True)
+    assert folders.choose("x").name == "x-11"
+    assert folders.choose("x", resume=True).name == "x-10"
     with pytest.raises(ValueError, match="give --resume to go on"):
-        folders.choose("x", tmp_path / "runs")
+        folders.choose("x", Path("runs"))
     with pytest.raises(ValueError, match="nothing to resume"):
-        folders.choose("z", resume=True, runs=tmp_path / "runs")
+        folders.choose("z", resume=True)
 
 
 def test_lines_that_were_cut_off_are_skipped(tmp_path):
