@@ -106,14 +106,10 @@ def report(
     publish: Annotated[bool, typer.Option("--publish", help="Write experiments/results/to-accuracy.json.")] = False,
 ) -> None:
     """Print a table per training and link."""
-    import pandas as pd
-
-    from experiments.report import jsonl, results, tables
+    from experiments.report import results, tables
     from experiments.to_accuracy.report import comparisons, table
 
-    found = results.load("to-accuracy") if folder is None else pd.DataFrame(jsonl.read(folder / "results.jsonl"))
-    if not len(found):
-        raise ValueError(f"no results in {folder}")
+    found = results.grown("to-accuracy", folder)
     formats = {"milliseconds": "{:.0f}", "rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}"}
     for title, rows in comparisons(found):
         tables.show(table(rows), f"\n### {title}\n", **{column: text.format for column, text in formats.items()})
