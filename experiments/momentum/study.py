@@ -18,13 +18,11 @@ from typing import Any
 
 import joblib
 import torch
-from torch import nn
 
 from experiments.momentum import remedies, tasks
 from experiments.momentum.contenders import STEPS, Contender, parse
 from experiments.momentum.tasks import TASKS, Task
 from experiments.report import jsonl
-from experiments.training.loop import Diverged
 from experiments.training.models_torch import gradients_of, held_out_sums
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
@@ -132,23 +130,29 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
     shares = [data.batches(rank, task.ranks, seed, task.batch) for rank in range(task.ranks)]
     seconds: list[float] = []
     evaluations: list[tuple[int, float]] = []
-    try:
-        for step in range(1, steps + 1):
-            began = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = task.rate_at(step - 1, steps) * contender.lr
-            loss = _step(net, [next(share) for share in shares], task, exchange, optimizer)
-            seconds.append(time.perf_counter() - began)
-            if step % (EVERY if step > steps - SCORED * EVERY else 2 * EVERY) == 0 or step == steps:
-                value = task.metric.value(*held_out_sums(net, data.held_out(0, 1)))
-                evaluations.append((step, _finite(value, "score", step)))
-            _finite(loss, "loss", step)
-        status, score = "done", statistics.fmean(value for _, value in evaluations[-SCORED:])
-    except Diverged:
-        status, score = "diverged", None
+    diverged = False
+    for step in range(1, steps + 1):
+        began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = task.rate_at(step - 1, steps) * contender.lr
+        gradients, losses = zip(*(gradients_of(net, next(share), task.clip) for share in shares), strict=True)
+        reduced = exchange.allreduce_many(gradients)[0]
+        for name, parameter in net.named_parameters():
+            parameter.grad = torch.from_numpy(reduced[name])
+        optimizer.step()
+        seconds.append(time.perf_counter() - began)
+        diverged = not math.isfinite(sum(losses))
+        if step % (EVERY if step > steps - SCORED * EVERY else 2 * EVERY) == 0 or step == steps:
+            value = task.metric.value(*held_out_sums(net, data.held_out(0, 1)))
+            if math.isfinite(value):
+                evaluations.append((step, value))
+            else:
+                diverged = True
+        if diverged:
+            break
     return {
-        "status": status,
-        "score": score,
+        "status": "diverged" if diverged else "done",
+        "score": None if diverged else statistics.fmean(value for _, value in evaluations[-SCORED:]),
         "evaluations": evaluations,
         "ratio": exchange.ledger.compression_ratio(task.ranks - 1),
         "density": contender.density,
@@ -161,21 +165,3 @@ def exchange_of(task: Task, contender: Contender, seed: int) -> Loopback:
     remedies.register()  # this may be a process of its own
     sgd = SGD(contender.momentum_on(task), nesterov=False) if task.optimizer == "sgd" else None
     return Loopback({"seed": seed, **contender.plan(task)}, task.ranks, optimizer=sgd)
-
-
-def _step(
-    net: nn.Module, batches: Sequence[Any], task: Task, exchange: Loopback, optimizer: torch.optim.Optimizer
-) -> float:
-    """Compute each rank's gradients, exchange them and update the net. Return the ranks' mean loss."""
-    gradients, losses = zip(*(gradients_of(net, batch, task.clip) for batch in batches), strict=True)
-    reduced = exchange.allreduce_many(gradients)[0]
-    for name, parameter in net.named_parameters():
-        parameter.grad = torch.from_numpy(reduced[name])
-    optimizer.step()
-    return statistics.fmean(losses)
-
-
-def _finite(value: float, what: str, step: int) -> float:
-    if not math.isfinite(value):
-        raise Diverged(f"the {what} is {value} at step {step}")
-    return value
