@@ -61,7 +61,7 @@ def main() -> None:
     files = {run.id: folder / "metrics" / f"{run.id}.jsonl" for run in runs}
     # Rank 0 decides: files of a shared file system may look older on other hosts.
     ended = [id for id, file in files.items() if any(e["event"] in ("finished", "failed") for e in jsonl.read(file))]
-    ended = ranks.broadcast_object(ended, root_rank=0)
+    ended = ranks.allgather_object(ended, name="ended")[0]
     name, data = "", None  # one task's at a time
     for run in runs:
         if run.id in ended:

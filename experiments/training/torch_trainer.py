@@ -20,23 +20,20 @@ __all__ = ["DdpRanks", "DdpTrainer", "HorovodTrainer"]
 
 
 class TorchTrainer:
-    """The net of a run. Subclasses add the optimizer and the compression."""
+    """The net of a run and its SGD. Subclasses add the compression."""
 
     compressor: Any
-    optimizer: Any
 
     def __init__(self, run: Run, data: Images | Bytes):
         torch.manual_seed(run.seed)  # same initial parameters for every method, and on every rank
-        self.task = run.task
+        task = run.task
         # clipped by the Compressor, as what the optimizer is handed is larger where momentum is cancelled
-        self.plan = hvdcompress.load({"seed": run.seed, **run.method.settings, "clip_norm": run.task.clip_norm})
-        self.model = models_torch.build(net_of(run.task.task, run.task.net), data)
+        self.plan = hvdcompress.load({"seed": run.seed, **run.method.settings, "clip_norm": task.clip_norm})
+        self.model = models_torch.build(net_of(task.task, task.net), data)
         self.forward: torch.nn.Module = self.model
-
-    def sgd(self) -> torch.optim.SGD:
-        """Return the task's optimizer; each step sets its learning rate."""
-        task = self.task
-        return torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=task.momentum, weight_decay=task.weight_decay)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.0, momentum=task.momentum, weight_decay=task.weight_decay
+        )  # each step sets its learning rate
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return all parameters by name."""
@@ -72,7 +69,7 @@ class HorovodTrainer(TorchTrainer):
         super().__init__(run, data)
         names = list(self.model.named_parameters())
         self.compressor = Compressor(self.plan, names)
-        self.optimizer = hvd.DistributedOptimizer(self.sgd(), named_parameters=names, compression=self.compressor)
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=names, compression=self.compressor)
         self.compressor.use_optimizer(self.optimizer)  # before its first step, as gradients are asked for first here
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
@@ -85,7 +82,6 @@ class DdpTrainer(TorchTrainer):
 
         super().__init__(run, data)
         self.forward = DistributedDataParallel(self.model, broadcast_buffers=False)  # as under Horovod
-        self.optimizer = self.sgd()
         self.compressor = ddp.attach(self.forward, self.plan, optimizer=self.optimizer)
 
 
@@ -107,10 +103,3 @@ class DdpRanks:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
         return found
-
-    @staticmethod
-    def broadcast_object(value: Any, root_rank: int) -> Any:
-        """Return one rank's value, on all of them."""
-        box = [value]
-        dist.broadcast_object_list(box, root_rank)
-        return box[0]
