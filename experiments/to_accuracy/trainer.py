@@ -65,13 +65,13 @@ class Trainer:
         """Take one training step."""
         self.optimizer.zero_grad()
         loss_of(self.model, batch).backward()
-        if self.task.clip is not None:
-            self.clip(self.task.clip)
-        self.optimizer.step()
+        self.update()
 
-    def clip(self, limit: float) -> None:
-        """Clip the averaged gradient, after the exchange."""
-        nn.utils.clip_grad_norm_(self.net.parameters(), limit)
+    def update(self) -> None:
+        """Update the net. Clip the averaged gradient before, unless DDP's Compressor has done so in the exchange."""
+        if self.task.clip is not None and not isinstance(self.compressor, ddp.Compressor):
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.task.clip)
+        self.optimizer.step()
 
     def close(self) -> None:
         """Free what the contender holds, on all ranks."""
@@ -100,11 +100,6 @@ class DdpTrainer(Trainer):
         elif baseline == NOOP:
             model.register_comm_hook(None, noop)
 
-    def clip(self, limit: float) -> None:
-        """Clip, unless the Compressor has done so in the exchange."""
-        if self.compressor is None:
-            super().clip(limit)
-
     def close(self) -> None:
         """Free the Compressor's process group when all ranks have come here."""
         dist.barrier()
@@ -130,15 +125,11 @@ class HorovodTrainer(Trainer):
         self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=named, compression=compression)
         hvd.broadcast_parameters(self.net.state_dict(), root_rank=0)
 
-    def step(self, batch: Batch) -> None:
-        """Take one training step; clip between the exchange and the update."""
-        self.optimizer.zero_grad()
-        loss_of(self.model, batch).backward()
+    def update(self) -> None:
+        """Wait for the exchange, clip and update."""
         self.optimizer.synchronize()
-        if self.task.clip is not None:
-            self.clip(self.task.clip)
         with self.optimizer.skip_synchronize():
-            self.optimizer.step()
+            super().update()
 
 
 TRAINERS: dict[str, type[Trainer]] = {"ddp": DdpTrainer, "horovod": HorovodTrainer}
