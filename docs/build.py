@@ -13,8 +13,6 @@ An area of the experiments adds a page in three steps:
    ``experiments/results/*.json`` (``experiments.report.results.load``), and measures nothing.
 3. Name the function in ``AREAS``. It is imported only when one of its pages is built.
 
-A function may also return the whole text of a page, a string; then there is no template.
-
 Variables may be numbers, strings, lists, data frames (``{{ frame | table }}``,
 ``{{ frame | table(time=seconds_of, sent=num_bytes) }}``) or pictures. A picture is a matplotlib figure of
 ``report.plots``; it is written to ``docs/PAGE-VARIABLE.svg``, and the template sees the path relative to the page:
@@ -51,7 +49,7 @@ from experiments.papers.page import PAPERS  # noqa: E402
 from experiments.report import numbers, plots, results, tables  # noqa: E402
 from hvdcompress import registry  # noqa: E402
 
-#: Page -> "module:function", which takes the page's name and returns the template's variables or the page's text.
+#: Page -> "module:function", which takes the page's name and returns the template's variables.
 AREAS: dict[str, str] = {
     "README": "pages:readme",
     "which-method": "pages:which_method",
@@ -61,7 +59,7 @@ AREAS: dict[str, str] = {
     "bench": "experiments.bench.pages:context",
     "scale": "experiments.cost_model.pages:context",
     "reliability": "pages:reliability",
-    **{f"papers/{name}": "experiments.papers.page:published" for name in ("README", *PAPERS)},
+    **{f"papers/{name}": "experiments.papers.page:context" for name in ("README", *PAPERS)},
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"
 
@@ -77,10 +75,10 @@ def path_of(page: str) -> Path:
     return (ROOT if page == "README" else DOCS) / f"{page}.md"
 
 
-def variables(page: str) -> dict[str, Any] | str:
-    """Return what the page's area gives to its template, or the text of the page."""
+def variables(page: str) -> dict[str, Any]:
+    """Return what the page's area gives to its template."""
     module, _, function = AREAS.get(page, "").partition(":")
-    found: dict[str, Any] | str = getattr(import_module(module), function)(page) if module else {}
+    found: dict[str, Any] = getattr(import_module(module), function)(page) if module else {}
     return found
 
 
@@ -89,8 +87,6 @@ def build(page: str) -> dict[Path, str]:
     target = path_of(page)
     files: dict[Path, str] = {}
     given = variables(page)
-    if isinstance(given, str):
-        return {target: NOTE.format(AREAS[page].partition(":")[0].replace(".", "/")) + given}
     for name, value in given.items():
         if isinstance(value, Figure):
             picture = target.with_name(f"{target.stem}-{name.replace('_', '-')}.svg")

@@ -12,11 +12,11 @@ layers lie the other way round, and whose output layer is the embedding); shapes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
+from math import isqrt, prod
 
 from hvdcompress.registry import suggest
 
-__all__ = ["NETS", "Shapes", "get", "tensorflow_layout", "total"]
+__all__ = ["NETS", "Shapes", "get", "total"]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -91,11 +91,17 @@ NETS: Mapping[str, Callable[[], Shapes]] = {
 
 
 def get(name: str) -> Shapes:
-    """The shapes of a net in :data:`NETS`, by parameter name, in the order of the net.
+    """Return the shapes of a net in :data:`NETS`, by parameter name, in the order of the net.
+
+    Args:
+        name: the net's, or a number of elements: one nearly square matrix of so many, or a few less.
 
     Raises:
         ValueError: there is no such net.
     """
+    if name.isdigit() and int(name):
+        rows = isqrt(int(name))
+        return {"w": (rows, int(name) // rows)}
     if name not in NETS:
         raise ValueError(f"there is no net {name!r}{suggest(name, list(NETS))}; known: {', '.join(NETS)}")
     return NETS[name]()
@@ -104,18 +110,6 @@ def get(name: str) -> Shapes:
 def total(tensors: Mapping[str, tuple[int, ...]]) -> int:
     """The number of elements of all tensors."""
     return sum(prod(shape) for shape in tensors.values())
-
-
-def tensorflow_layout(tensors: Mapping[str, tuple[int, ...]]) -> Shapes:
-    """The shapes of a convolutional net's tensors as TensorFlow lays them out.
-
-    Args:
-        tensors: PyTorch's shapes: convolutions (outputs, inputs, height, width), matrices (outputs, inputs).
-
-    Returns:
-        The same names, with convolutions (height, width, inputs, outputs) and matrices (inputs, outputs).
-    """
-    return {name: (*shape[2:], *shape[1::-1]) if len(shape) > 1 else shape for name, shape in tensors.items()}
 
 
 def _plain(convolutions: Mapping[int, tuple[int, int, int]], linear: Mapping[int, tuple[int, int]]) -> Shapes:

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from experiments import nets
-from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import Rate
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
 from experiments.report.numbers import number
@@ -30,16 +28,16 @@ BASELINES += ("powersgd ddp",)
 LOOPBACK = "loopback"  #: the rate of a benchmark without emulated hosts
 
 
-def known_baseline(name: str, device: str) -> None:
-    """Check a baseline's name.
+def _known(baseline: str) -> str:
+    if baseline not in BASELINES:
+        raise ValueError(f"unknown{suggest(baseline, list(BASELINES))}; known: {', '.join(BASELINES)}")
+    return baseline
 
-    Raises:
-        ValueError: it is unknown, or cannot have gradients on that device.
-    """
-    if name not in BASELINES:
-        raise ValueError(f"unknown {name!r}{suggest(name, list(BASELINES))}; known: {', '.join(BASELINES)}")
-    if device == "cuda" and not name.endswith(" ddp"):
-        raise ValueError("must be over ddp where device is cuda")
+
+def _rate(text: str) -> str:
+    if text != LOOPBACK:
+        Rate.parse(text)
+    return text
 
 
 class GradientSet(BaseModel):
@@ -55,6 +53,14 @@ class GradientSet(BaseModel):
     """The name in tables."""
     only: list[str] = Field([], max_length=100)
     """Only tensors whose names match one of these globs; all tensors if the list is empty."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            self.tensors()
+        except FileNotFoundError as error:
+            raise ValueError(str(error)) from None
+        return self
 
     def tensors(self) -> nets.Shapes:
         """Return names and shapes of the tensors to exchange.
@@ -86,15 +92,12 @@ class Entry(MethodEntry):
 
     over: Over = "ring"
     """Horovod over MPI's ring, over MPI with Open MPI's own choice, or over gloo; DDP over gloo; or the MPI driver."""
-    warm_up: int = Field(3, ge=1)
-    """Steps before the first measured one."""
     alone: int = Field(0, ge=0)
-    """Steps before these, which each rank makes without the network, to reach the phase that is to be measured
-    (GradiVeQ's dense phase takes hundreds of megabytes on the network)."""
+    """Steps that each rank makes without the network before its first exchange, to reach the phase that is to be
+    measured (GradiVeQ's dense phase takes hundreds of megabytes on the network)."""
 
 
-@dataclass(frozen=True)
-class Contender:
+class Contender(NamedTuple):
     """What is measured: its label, the group of ranks that runs it, and what these ranks need to know."""
 
     label: str
@@ -116,13 +119,12 @@ class Bench(ConfigFile):
     name: str = Field("bench", pattern=NAME)
     hosts: int = Field(4, ge=2, le=64)
     """Emulated hosts, with one rank each."""
-    rates: list[str] = Field(["100mbit", "1gbit"], min_length=1)
+    rates: list[Annotated[str, AfterValidator(_rate)]] = Field(["100mbit", "1gbit"], min_length=1)
     """Of their links; "loopback": no emulated hosts."""
     awake: bool = False
-    """Whether the ranks of other transports run while a contender is measured. By default they are stopped (SIGSTOP):
-    Horovod and MPI poll even while they wait, and take CPU time from the ranks that compute."""
-    pin: bool = True
-    """Whether what runs on an emulated host keeps to its share of the cores."""
+    """Whether the ranks of other transports run while a contender is measured, and all of them on any core. By default
+    the others are stopped (SIGSTOP), and hosts keep to their share of the cores: Horovod and MPI poll even while they
+    wait, and take CPU time from the ranks that compute."""
     device: Literal["cpu", "cuda"] = "cpu"
     """"cuda": gradients are on a GPU, which all ranks share; collectives use NCCL's sockets. Over ddp only."""
     rounds: int = Field(3, ge=1)
@@ -132,68 +134,36 @@ class Bench(ConfigFile):
     """A turn ends with the exchange that makes it last so long."""
     sets: list[Annotated[GradientSet, with_label("net")]] = Field(min_length=1)
     methods: list[Annotated[Entry, with_label("method")]] = Field(min_length=1)
-    baselines: list[str] = Field(list(BASELINES))
+    baselines: list[Annotated[str, AfterValidator(_known)]] = Field(list(BASELINES))
 
     def _check(self) -> None:
-        def check(key: tuple[str | int, ...], call: Any, *arguments: Any) -> None:
-            try:
-                call(*arguments)
-            except (ValueError, FileNotFoundError) as error:
-                raise self.error(key, str(error)) from None
-
         for labels in ("sets", "methods"):
             self._check_labels(labels, taken=self.baselines)
-        for at, one in enumerate(self.sets):
-            check(("sets", at), one.tensors)
         for at, entry in enumerate(self.methods):
-            if self.device == "cuda" and entry.over != "ddp":
-                raise self.error(("methods", at, "over"), "must be ddp where device is cuda")
             self._check_plan(at, entry.settings)
-        for at, rate in enumerate(self.rates):
-            if rate != LOOPBACK:
-                check(("rates", at), Rate.parse, rate)
-        for at, name in enumerate(self.baselines):
-            check(("baselines", at), known_baseline, name, self.device)
+        if self.device == "cuda" and any(contender.where != "ddp" for contender in self.contenders()):
+            raise self.error(("device",), "cuda: methods and baselines must be over ddp")
 
     def contenders(self) -> list[Contender]:
         """Return the contenders, in the order of the tables."""
         found = []
         for name in self.baselines:
             kind, where = name.split()
-            rank = {"matrix_rank": 1} if kind == "powersgd" else {}
-            found.append(Contender(name, where, {"kind": kind, "warm_up": 3 if rank else 1, **rank}))
+            found.append(Contender(name, where, {"kind": kind, "warm_up": 3 if kind == "powersgd" else 1}))
         for entry in self.methods:
-            spec = {"kind": "method", "settings": entry.settings, "warm_up": entry.warm_up, "alone": entry.alone}
+            spec = {"kind": "method", "settings": entry.settings, "warm_up": 3, "alone": entry.alone}
             found.append(Contender(entry.label, entry.over, spec))
         return found
 
-    def override(
-        self,
-        hosts: int | None = None,
-        rates: Sequence[str] = (),
-        methods: Sequence[str] = (),
-        sets: Sequence[str] = (),
-        rounds: int | None = None,
-    ) -> Bench:
-        """Return a copy with the options of the command line; ``methods`` and ``sets`` are labels to keep.
+    def override(self, methods: Sequence[str] = (), sets: Sequence[str] = (), **changes: Any) -> Bench:
+        """Return a copy with the options of the command line: labels to keep, and values of keys, if not empty.
 
         Raises:
-            ValueError: there is no such label, or a rate is malformed.
+            ValueError: there is no such label, or a value is wrong.
         """
-        changes = {
-            "hosts": hosts or self.hosts,
-            "rates": list(rates) or self.rates,
-            "rounds": rounds or self.rounds,
-            "methods": self._pick("methods", methods, "method"),
-            "sets": self._pick("sets", sets, "set"),
-        }
-        changed = self.model_copy(update=changes)
-        changed._check()
-        return changed
-
-    def hosts_at(self, rate: str) -> Hosts | None:
-        """Return the emulated hosts with links of that rate, not up yet; None for loopback."""
-        return None if rate == LOOPBACK else Hosts(self.hosts, rate, pin=self.pin)
+        changes["methods"] = [one.model_dump() for one in self._pick("methods", methods, "method")]
+        changes["sets"] = [one.model_dump(exclude_none=True) for one in self._pick("sets", sets, "set")]
+        return self.open(self.model_dump() | {key: value for key, value in changes.items() if value})
 
     def turns(self) -> list[Turn]:
         """Return every turn in the order in which they are taken.
@@ -211,11 +181,8 @@ class Bench(ConfigFile):
         return found
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """A few exchanges of one contender, one after the other."""
-
-    KEY: ClassVar = ("rate", "set", "contender", "round")  #: what identifies a turn among the results
 
     rate: str
     set: GradientSet
@@ -224,8 +191,8 @@ class Turn:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Return the values of :data:`KEY`."""
-        return dict(zip(self.KEY, (self.rate, self.set.label, self.contender.label, self.round), strict=True))
+        """Return what identifies the turn among the results."""
+        return self._asdict() | {"set": self.set.label, "contender": self.contender.label}
 
     def __str__(self) -> str:
         return f"{self.contender.label} on {self.set.label} at {self.rate}, round {self.round + 1}"

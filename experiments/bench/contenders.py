@@ -1,39 +1,72 @@
-"""The contenders of a benchmark: ways to reduce the gradients of a set.
+"""The contenders of a benchmark: ways to reduce the gradients of a set, and the clock that watches them.
 
 A method behind the stock ``hvd.DistributedOptimizer`` or in PyTorch's DDP, either of these alone, or the MPI driver on
 NumPy arrays. All but the last get their gradients from a backward pass that only hands out prepared gradients.
 
 ``prepare(gradients)`` does what is not measured and returns the function that is; ``take()`` hands over the reduced
 gradients and keeps no reference; ``forget()`` frees memory. ``splits``: whether the time can be split into codec and
-waiting; ``counts``: whether the ``ledger`` has bytes.
+waiting; ``ledger`` counts the bytes where that is possible.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from experiments.bench.clock import Clock
 from experiments.bench.gradients import Gradients, Shapes, loss, make_gradients
 from hvdcompress.engine.telemetry.ledger import Ledger
-from hvdcompress.engine.telemetry.observer import Sent
+from hvdcompress.engine.telemetry.observer import Observer, Sent
 from hvdcompress.loopback import Loopback
 
-__all__ = ["OverDDP", "OverHorovod", "OverMPI"]
+__all__ = ["Clock", "OverDDP", "OverHorovod", "OverMPI"]
+
+
+class Clock(Observer):
+    """Seconds of this rank's main thread in one exchange, as "encode", "decode" and "blocked"."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.spent = {"encode": 0.0, "decode": 0.0, "blocked": 0.0}
+
+    def encoded(self, rank: int, name: str, seconds: float) -> None:
+        self.spent["encode"] += seconds
+
+    def decoded(self, rank: int, name: str, seconds: float) -> None:
+        self.spent["decode"] += seconds
+
+    def waited(self, rank: int, seconds: float) -> None:
+        self.spent["blocked"] += seconds
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that is not ours, such as a compression of Horovod's, to charge its time to a part."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self.spent[part] += time.perf_counter() - began
+
+        return run
 
 
 class OverTorch:
     """Parameters of a set's shapes, which get their gradients from a backward pass."""
 
-    splits = counts = True
+    splits = True
+    ledger: Ledger | None = None
+    compressor: Any = None  #: of a method
 
-    def __init__(self, key: str, tensors: Shapes, rank: int, world_size: int, device: str = "cpu"):
-        self.rank, self.ledger = rank, Ledger(world_size, rank)
+    def __init__(self, tensors: Shapes, device: str):
         # Never read or written, so they take no memory
         made = {name: torch.empty(shape, device=device) for name, shape in tensors.items()}
-        self.named = {f"{key}.{name}": torch.nn.Parameter(parameter) for name, parameter in made.items()}
+        self.named = {name: torch.nn.Parameter(parameter) for name, parameter in made.items()}
         self.parameters = list(self.named.values())
 
     def take(self) -> Gradients:
@@ -46,23 +79,26 @@ class OverTorch:
 class OverHorovod(OverTorch):
     """The stock optimizer, with one of Horovod's own compressions or one of our methods."""
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
+    def __init__(self, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         import horovod.torch as hvd
 
-        super().__init__(key, tensors, hvd.rank(), hvd.size())
-        self.stock = None if what["kind"] == "method" else what["kind"]
-        self.compressor = None
+        super().__init__(tensors, device)
         compression: Any
-        if self.stock:
-            compression = Timed(getattr(hvd.Compression, self.stock), clock)
-        else:
+        if what["kind"] == "method":
             from hvdcompress.horovod.torch import Compressor
 
             self.compressor = compression = Compressor(what["settings"], self.named.items())
             compression.watch(clock)
             self.ledger = compression.ledger
             if what["alone"]:
-                compression.load_state_dict(in_torch(alone(compression, key, tensors, what["alone"])))
+                compression.load_state_dict(alone(compression, tensors, what["alone"]))
+        else:
+            own = getattr(hvd.Compression, what["kind"])
+            compression = SimpleNamespace(
+                compress=clock.timed("encode", own.compress), decompress=clock.timed("decode", own.decompress)
+            )
+            self.rank, self.ledger = hvd.rank(), Ledger(hvd.size(), hvd.rank())
+            self.width = 2 if what["kind"] == "fp16" else 4
         sgd = torch.optim.SGD(self.parameters, lr=0.0)
         self.optimizer = hvd.DistributedOptimizer(
             sgd, named_parameters=list(self.named.items()), compression=compression
@@ -70,11 +106,9 @@ class OverHorovod(OverTorch):
 
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
         total = loss(self.parameters, gradients)
-        for name, parameter in self.named.items():
-            if self.stock:
-                self.ledger.begun(self.rank, name, 4 * parameter.numel())
-                width = 2 if self.stock == "fp16" else 4
-                self.ledger.sent(self.rank, name, Sent("AllReduce", None, width * parameter.numel()))
+        if not self.compressor and self.ledger:
+            for name, parameter in self.named.items():
+                self.ledger.sent(self.rank, name, Sent("AllReduce", None, self.width * parameter.numel()))
 
         def go() -> None:
             total.backward()
@@ -87,31 +121,20 @@ class OverHorovod(OverTorch):
             self.compressor.release()
 
 
-class Timed:
-    """One of Horovod's own compressions, timed."""
-
-    def __init__(self, compression: Any, clock: Clock):
-        self.compress = clock.timed("encode", compression.compress)
-        self.decompress = clock.timed("decode", compression.decompress)
-
-
 class OverDDP(OverTorch):
     """PyTorch's DistributedDataParallel over gloo or NCCL: dense, with one of its hooks, or with a method."""
 
     splits = False
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
-        import torch.distributed as dist
+    def __init__(self, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        super().__init__(key, tensors, dist.get_rank(), dist.get_world_size(), device)
-        self.counts = what["kind"] == "method"
+        super().__init__(tensors, device)
         aborts = what["kind"] == "powersgd" and device == "cpu"  # over gloo, with two buckets
         one_bucket = {"bucket_cap_mb": 1 << 16} if aborts else {}
         module = Net(self.parameters)
         self.module = torch.nn.parallel.DistributedDataParallel(module, init_sync=False, **one_bucket)
-        self.dense = 4 * sum(parameter.numel() for parameter in self.parameters)
-        self.state, self.compressor = None, None
+        self.state: Any = None
         if what["kind"] == "method":
             from hvdcompress import ddp
 
@@ -120,7 +143,7 @@ class OverDDP(OverTorch):
         elif what["kind"] == "fp16":
             self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif what["kind"] == "powersgd":
-            self.state = powerSGD_hook.PowerSGDState(None, what["matrix_rank"], start_powerSGD_iter=2)
+            self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
             self.state.iter = 2  # its first two steps are dense and not what is to be measured
             self.module.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
         self.steps = 0
@@ -130,14 +153,11 @@ class OverDDP(OverTorch):
             for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
                 kept.clear()
         self.steps += 1
-        if not self.compressor:
-            self.ledger.begun(self.rank, "all", self.dense)
         return self.module(gradients).backward  # DDP's backward ends when all is reduced
 
     def forget(self) -> None:
         if self.compressor:
             self.compressor.close()
-        del self.module, self.state, self.compressor  # buckets and residuals
 
 
 class Net(torch.nn.Module):
@@ -154,9 +174,9 @@ class Net(torch.nn.Module):
 class OverMPI:
     """A method under the MPI driver, on NumPy arrays: neither Horovod nor a backward pass."""
 
-    splits = counts = True
+    splits = True
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
+    def __init__(self, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         from hvdcompress.mpi import Compressor
 
         self.compressor = Compressor(what["settings"])
@@ -164,7 +184,7 @@ class OverMPI:
         self.names, self.ledger = list(tensors), self.compressor.ledger
         self.reduced: dict[str, Any] = {}
         if what["alone"]:
-            self.compressor.load_state_dict(alone(self.compressor, "", tensors, what["alone"]))
+            self.compressor.load_state_dict(alone(self.compressor, tensors, what["alone"]))
 
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
         arrays = {name: gradient.numpy() for name, gradient in zip(self.names, gradients, strict=True)}
@@ -182,7 +202,7 @@ class OverMPI:
         self.compressor.close()
 
 
-def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, Any]:
+def alone(compressor: Any, tensors: Shapes, steps: int) -> dict[str, Any]:
     """Make steps of a method without the network, as if all ranks had the same gradients.
 
     For methods of several phases, of which the first one is not to be measured.
@@ -192,15 +212,8 @@ def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, A
     """
     net = Loopback(compressor.plan, world_size=1)
     gradients = dict(zip(tensors, make_gradients(tensors, 0, 0.0), strict=True))
-    before = f"{key}." if key else ""
     for step in range(steps):
-        rolled = {f"{before}{name}": g.view(-1).roll(7919 * step).view(g.shape) for name, g in gradients.items()}
-        net.allreduce_many([{name: gradient.numpy() for name, gradient in rolled.items()}])
+        rolled = {name: g.view(-1).roll(7919 * step).view(g.shape).numpy() for name, g in gradients.items()}
+        net.allreduce_many([rolled])
     saved = net.ranks[0].state_dict()
     return saved | {"world": compressor.local.world_size, "rank": compressor.local.rank}
-
-
-def in_torch(saved: dict[str, Any]) -> dict[str, Any]:
-    """Convert a state of NumPy arrays to that of the PyTorch driver."""
-    state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
-    return saved | {"state": state}

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from experiments.bench.devices import Cpu
 from hvdcompress.engine.commit import Outcome, commit_step
@@ -38,17 +39,13 @@ class Lockstep:
         specs: the tensors, in the order of the net.
         world_size: number of ranks.
         device: where the gradients are.
-
-    Attributes:
-        buckets: what is exchanged together.
-        ranks: the states of the ranks.
     """
 
     def __init__(self, plan: Plan, specs: Sequence[TensorSpec], world_size: int, device: Cpu):
         self.plan, self.world_size, self.device = plan, world_size, device
-        self.buckets = plan.buckets(specs, BY_NAME)
         self.ranks = [RankState(plan, rank, world_size) for rank in range(world_size)]
-        places = {member.name: (bucket, at) for bucket in self.buckets for at, member in enumerate(bucket.members)}
+        buckets = plan.buckets(specs, BY_NAME)
+        places = {member.name: (bucket, at) for bucket in buckets for at, member in enumerate(bucket.members)}
         self._places = [places[spec.name] for spec in specs]
         self._spent: dict[str, float] = {}
 
@@ -152,8 +149,7 @@ def time_steps(
     warm: int | None = None,
     device: Cpu | None = None,
     seed: int = 0,
-    before: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
+) -> pd.DataFrame:
     """Time the codec of one rank.
 
     Args:
@@ -164,20 +160,19 @@ def time_steps(
         warm: steps before them; None: :func:`warm_steps`.
         device: where the gradients are; None: in host memory.
         seed: of the gradients.
-        before: is called before each step.
 
     Returns:
-        Seconds by part of :data:`PARTS`, of each run.
+        One row per run: seconds by part of :data:`PARTS`, and of a ``copy`` of the gradient just before.
     """
     at = device or Cpu()
     ranks, ends = Lockstep(plan, specs, world_size, at), np.cumsum([0, *(spec.size for spec in specs)])
-    rows = at.array(draw(int(ends[-1]), 4, seed))
+    rows, copy = at.array(draw(int(ends[-1]), 4, seed)), at.empty(int(ends[-1]))
     gradients = [[at.empty(spec.size) for spec in specs] for _ in range(world_size)]
     found = []
     for step in range((warm_steps(plan) if warm is None else warm) + runs):
         for rank, tensors in enumerate(gradients):
             for out, start, stop in zip(tensors, ends, ends[1:], strict=False):
                 out[:] = rows[(step + rank) % len(rows), start:stop]
-        before()
-        found.append(ranks.step(gradients))
-    return {part: [one[part] for one in found[-runs:]] for part in PARTS}
+        _, seconds = at.timed(copy.__setitem__, slice(None), rows[0])
+        found.append({**ranks.step(gradients), "copy": seconds})
+    return pd.DataFrame(found[-runs:])

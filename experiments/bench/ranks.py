@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -30,8 +29,7 @@ from experiments.cluster.hosts import Hosts
 DRIVERS: dict[str, launch.Driver] = {"ring": "mpi", "mpi": "mpi", "gloo": "gloo", "ddp": "ddp", "mpi4py": "mpi"}
 MODULE = "experiments.bench.rank"
 JOINING = 180.0  # seconds: imports of all ranks at once, on few processors
-ANSWERING = 600.0  # seconds for one exchange, or for setting a contender up; and on top of that
-DENSE = 12  # times what all gradients of a rank take on the link
+ANSWERING = 1800.0  # seconds for one exchange, or for setting a contender up
 
 
 class RankError(RuntimeError):
@@ -39,7 +37,7 @@ class RankError(RuntimeError):
 
 
 class Group:
-    """All ranks over one transport, between :meth:`launch` and :meth:`stop`.
+    """All ranks over one transport, between :meth:`start` and :meth:`stop`.
 
     Args:
         name: one of :data:`DRIVERS`.
@@ -53,56 +51,41 @@ class Group:
     def __init__(self, name: str, ranks: int, hosts: Hosts | None, log: Path, sleeps: bool = True, device: str = "cpu"):
         self.name, self.ranks, self.hosts, self.log, self.sleeps = name, ranks, hosts, log, sleeps
         self.device = device
-        self.patience = ANSWERING
-        self.prepared: list[str] = []  # contenders that its ranks hold, in the order in which they came
-        self._launched: launch.Ranks | None = None
-        self._connections: dict[int, Connection] = {}  # by rank
-        self._pids: list[int] = []
-        self._folder: str | None = None
-        self._server: socket.socket | None = None
+        self.up = False
+        self.pids: list[int] = []
+        self._connections: list[Connection] = []  # in rank order
+        self._stack = contextlib.ExitStack()
 
-    @property
-    def up(self) -> bool:
-        """Whether its ranks have been launched."""
-        return self._launched is not None
-
-    def launch(self) -> None:
-        """Start the processes; :meth:`join` waits for them."""
-        self._folder = tempfile.mkdtemp(prefix="hvdc-")  # a socket's path must be short
-        path = f"{self._folder}/socket"
-        self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(path)
-        self._server.listen(self.ranks)
-        words = ["-m", MODULE, path, self.name, self.device]
-        lines = launch.lines(words, self.ranks, DRIVERS[self.name], self.hosts)
-        # Each rank chooses for itself whether MPI's collectives are rings
-        self._launched = launch.Ranks(lines, self.ranks, self.log)
-
-    def join(self) -> None:
-        """Wait until all ranks have met, and let them sleep.
+    def start(self) -> None:
+        """Start the processes, wait until they have met, and let them sleep.
 
         Raises:
-            RankError: they did not.
+            LaunchError: they have not met.
         """
-        assert self._server
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdc-"))  # a socket's path must be short
+        server = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(f"{folder}/socket")
+        server.listen(self.ranks)
+        words = ["-m", MODULE, f"{folder}/socket", self.name, self.device]
+        # Each rank chooses for itself whether MPI's collectives are rings
+        lines = launch.lines(words, self.ranks, DRIVERS[self.name], self.hosts)
+        launched = self._stack.enter_context(launch.Ranks(lines, self.ranks, self.log))
+        self._stack.callback(self._hang_up, launched)
         deadline = time.monotonic() + JOINING
-        connections: list[Connection] = []
-        while len(connections) < self.ranks:
-            if wait([self._server], timeout=0.2):
-                connections.append(Connection(self._server.accept()[0].detach()))
-                continue
-            self._check_alive()
-            if time.monotonic() > deadline:
-                raise RankError(f"the ranks of {self.name!r} did not come within {JOINING:.0f} s\n{self._tail()}")
-        self._connections = dict(enumerate(connections))
-        heads = self._replies(deadline)
-        self._connections = {head["rank"]: connections[at] for at, head in heads.items()}
-        self._pids = [head["pid"] for head in sorted(heads.values(), key=lambda head: head["rank"])]
+        while len(self._connections) < self.ranks:
+            if wait([server], timeout=0.2):
+                self._connections.append(Connection(server.accept()[0].detach()))
+            elif launched.status() is not None or time.monotonic() > deadline:
+                raise launch.LaunchError(f"the ranks of {self.name!r} ended or did not come\n{self._tail()}")
+        try:
+            heads = self._replies(deadline)
+        except RankError as error:
+            raise launch.LaunchError(str(error)) from None
+        in_order = sorted(zip(heads, self._connections, strict=True), key=lambda one: one[0]["rank"])
+        self._connections = [connection for _, connection in in_order]
+        self.pids = [head["pid"] for head, _ in in_order]
+        self.up = True
         self._sleep()
-
-    def _check_alive(self) -> None:
-        if not self._launched or self._launched.status() is not None:
-            raise RankError(f"the ranks of {self.name!r} ended before they met\n{self._tail()}")
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -117,17 +100,12 @@ class Group:
         if self.sleeps:
             self._signal(signal.SIGSTOP)
 
-    def be_patient(self, num_bytes: int) -> None:
-        """Set how long an answer may take, for gradients of so many bytes on these links."""
-        rate = min(rate.slower for rate in self.hosts.rates) if self.hosts else None
-        self.patience = ANSWERING + (DENSE * 8 * num_bytes / rate if rate else 0.0)
-
     def ask(self, do: str, **more: Any) -> list[dict[str, Any]]:
         """Give all ranks a command.
 
         Args:
-            do: a method of ``exchanges.Exchanges``.
-            more: what else the command says.
+            do: a method of ``rank.Exchanges``.
+            more: its arguments.
 
         Returns:
             The answers, in rank order.
@@ -136,51 +114,44 @@ class Group:
             RankError: a rank failed, ended or did not answer in time.
         """
         with contextlib.suppress(OSError):  # a rank that is gone is found missing when it does not answer
-            for connection in self._connections.values():
+            for connection in self._connections:
                 connection.send({"do": do, **more})
-        replies = self._replies(time.monotonic() + self.patience)
-        return [replies[rank] for rank in sorted(replies)]
+        return self._replies(time.monotonic() + ANSWERING)
 
-    def _replies(self, deadline: float) -> dict[int, dict[str, Any]]:
-        """One message of each rank, by rank."""
+    def _replies(self, deadline: float) -> list[dict[str, Any]]:
+        """Return one message of each rank, in the order of the connections."""
         found: dict[int, dict[str, Any]] = {}
-        while left := {connection: rank for rank, connection in self._connections.items() if rank not in found}:
+        while left := {one: rank for rank, one in enumerate(self._connections) if rank not in found}:
             ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                missing = ", ".join(map(str, left.values()))
-                raise RankError(f"no answer from rank {missing} within {self.patience:.0f} s\n{self._tail()}")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = left[connection]
+                raise RankError(f"no answer in time from rank {', '.join(map(str, left.values()))}\n{self._tail()}")
+            for rank, connection in [(rank, one) for one, rank in left.items() if one in ready]:
                 try:
                     found[rank] = connection.recv()
                 except (EOFError, OSError):
                     raise RankError(f"rank {rank} ended without a message\n{self._tail()}") from None
                 if "error" in found[rank]:
                     raise RankError(f"rank {rank}: {found[rank]['error']}")
-        return found
+        return [found[rank] for rank in sorted(found)]
 
     def _tail(self) -> str:
         return launch.tail(self.log, 6)
 
     def _signal(self, number: int) -> None:
-        for pid in self._pids:
+        for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def stop(self) -> None:
-        """End every process; the group can be launched again."""
+    def _hang_up(self, launched: launch.Ranks) -> None:
+        """Close the connections; a rank that works ends by itself then."""
         self._signal(signal.SIGCONT)
-        for connection in self._connections.values():
-            connection.close()  # a rank that works ends by itself then
-        if self._server:
-            self._server.close()
-        if self._launched:
-            deadline = time.monotonic() + (3.0 if self._connections else 0.0)
-            while time.monotonic() < deadline and self._launched.status() is None:
-                time.sleep(0.05)
-            self._launched.stop(1.0)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._launched, self._connections, self._pids, self._server, self._folder = None, {}, [], None, None
-        self.prepared.clear()
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + (3.0 if self._connections else 0.0)
+        while time.monotonic() < deadline and launched.status() is None:
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End every process; the group can be started again."""
+        self._stack.close()
+        self.up, self.pids, self._connections = False, [], []

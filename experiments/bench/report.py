@@ -49,7 +49,7 @@ def summarize(turns: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     seconds = groups["seconds"].agg(seconds="median", least="min", most="max", exchanges="count")
     means = groups[[c for c in ("interface", "on_wire", "sent", "calls", "dense") if c in times]].mean()
     found = groups[["kind"]].first().join(seconds).join(means).reset_index()
-    found = found.join(_speed_ups(found, times.groupby([*by, "round"])["seconds"].median()))
+    found = found.join(_speed_ups(found, times.groupby([*by, "round"])["seconds"].median()), on=by)
     if "blocked" in times:
         shares = groups[["encode", "decode", "blocked"]].sum(min_count=1).div(groups["seconds"].sum(), axis=0)
         found = found.join(_parts(found, shares.reset_index(drop=True)))
@@ -58,19 +58,13 @@ def summarize(turns: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 def _speed_ups(found: pd.DataFrame, by_round: pd.Series) -> pd.DataFrame:
     """Return how many times as fast as the best dense all-reduce each contender is, and the range over the rounds."""
-    dense = found[found["kind"] == "dense"].sort_values("seconds").drop_duplicates(PLACE).set_index(PLACE)
-    rows: list[dict[str, float]] = []
-    for row in found.to_dict("records"):
-        place = tuple(row[key] for key in PLACE)
-        if place not in dense.index:
-            rows.append({})
-            continue
-        best = dense.loc[place]
-        ratios = (by_round[(*place, best["contender"])] / by_round[(*place, row["contender"])]).dropna()
-        middle = best["seconds"] / row["seconds"]
-        low, high = (edge([middle, *ratios]) for edge in (min, max))
-        rows.append({"speed_up": middle, "speed_up_least": low, "speed_up_most": high})
-    return pd.DataFrame(rows, found.index, ["speed_up", "speed_up_least", "speed_up_most"])
+    dense = found[found["kind"] == "dense"].sort_values("seconds").drop_duplicates(PLACE)[[*PLACE, "contender"]]
+    turns = pd.concat([by_round.reset_index(), found.assign(round="all")[[*PLACE, "contender", "round", "seconds"]]])
+    both = turns.merge(turns.merge(dense), on=[*PLACE, "round"], suffixes=("", "_dense"))
+    both["speed_up"] = both["seconds_dense"] / both["seconds"]
+    by = [*PLACE, "contender"]
+    ends = both.groupby(by)["speed_up"].agg(speed_up_least="min", speed_up_most="max")
+    return both[both["round"] == "all"].set_index(by)[["speed_up"]].join(ends)
 
 
 def _parts(found: pd.DataFrame, shares: pd.DataFrame) -> pd.DataFrame:

@@ -1,22 +1,33 @@
-"""``python -m experiments bench``: from a checked benchmark to its JSON, table and picture."""
+"""``python -m experiments bench``: take the turns of a benchmark, and make JSON, tables and a picture of them."""
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from experiments import nets
 from experiments.bench import report
-from experiments.bench.config import Bench
-from experiments.bench.measure import measure, read
+from experiments.bench.config import LOOPBACK, Bench, Turn
+from experiments.bench.ranks import Group, RankError
+from experiments.cluster.hosts import Hosts
 from experiments.cluster.launch import Stopped, stoppable
-from experiments.report import plots, results
+from experiments.cluster.rates import speed
+from experiments.report import jsonl, plots, results
+from experiments.report.results import copy_speed
+
+__all__ = ["TURNS", "measure", "prepare", "read", "run"]
+
+TURNS = "turns.jsonl"  #: in the folder of a benchmark: one line per turn
 
 
 def prepare(folder: Path, bench: Bench, resume: bool) -> None:
     """Make a benchmark's folder ready: empty, or with the turns of an earlier attempt.
 
     Args:
-        folder: made if it does not exist.
+        folder: a new or empty one, or that of the earlier attempt.
         bench: what is to be measured; its configuration is written there.
         resume: keep the turns that were taken.
 
@@ -29,9 +40,7 @@ def prepare(folder: Path, bench: Bench, resume: bool) -> None:
         if changed := [key for key in now if now[key] != before[key]]:
             raise ValueError(f"{folder} was measured with another {', '.join(changed)}: leave out --resume")
         return
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     bench.save(config)
 
 
@@ -44,7 +53,7 @@ def run(bench: Bench, folder: Path) -> int:
     code = 0
     try:
         with stoppable():
-            measure(bench, folder, lambda text: print(text, flush=True))
+            measure(bench, folder)
     except Stopped as stopped:
         code = stopped.code
         print("stopped: ranks and hosts are gone; --resume goes on")
@@ -54,7 +63,7 @@ def run(bench: Bench, folder: Path) -> int:
         report.show(records)
         links = {turn["rate"]: f"{turn['link']}; {turn.get('reached', 'no network')}" for turn in turns}
         sets = {one.label: str(one) for one in bench.sets}
-        conditions = f"others {'awake' if bench.awake else 'stopped'}, ranks {'pinned' if bench.pin else 'on any core'}"
+        conditions = "others awake, ranks on any core" if bench.awake else "others stopped, ranks pinned"
         about = {"hosts": bench.hosts, "conditions": conditions, "sets": sets, "links": links}
         written = results.save(f"bench-{bench.name}", records, folder, **about)
         print(f"written: {written}, {plots.save(report.speed_ups(records), written.with_suffix('.svg'))}")
@@ -62,3 +71,86 @@ def run(bench: Bench, folder: Path) -> int:
     for turn in failed:
         print(f"{turn['contender']} on {turn['set']} at {turn['rate']}: {turn['failed']}")
     return code or bool(failed)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the turns in a folder, the last one of each key."""
+    turns = jsonl.read(folder / TURNS)
+    return list({tuple(turn[key] for key in Turn._fields): turn for turn in turns}.values())
+
+
+def measure(bench: Bench, folder: Path) -> None:
+    """Take every turn that has no result yet. Hosts and ranks are gone when it returns or raises.
+
+    Args:
+        bench: what to measure.
+        folder: the result of each turn is appended to ``turns.jsonl`` in it.
+
+    Raises:
+        HostsError: the hosts cannot be set up.
+        LaunchError: the ranks cannot be started.
+    """
+    done = [{key: turn[key] for key in Turn._fields} for turn in read(folder) if "failed" not in turn]
+    missing = [turn for turn in bench.turns() if turn.key not in done]
+    for rate in dict.fromkeys(turn.rate for turn in missing):
+        with contextlib.ExitStack() as stack:
+            hosts = None if rate == LOOPBACK else stack.enter_context(Hosts(bench.hosts, rate, pin=not bench.awake))
+            link = {"link": str(hosts or "shared memory (MPI), loopback TCP")}
+            if hosts:
+                link["reached"] = ", ".join(speed(bits) for bits in hosts.measure())
+            print(f"{link['link']}: starting ranks", flush=True)
+            groups: dict[str, Group] = {}
+            for turn in (turn for turn in missing if turn.rate == rate):
+                where = turn.contender.where
+                if where not in groups:
+                    groups[where] = Group(where, bench.hosts, hosts, folder / "log.txt", not bench.awake, bench.device)
+                    stack.callback(groups[where].stop)
+                line = turn.key | link | _take(turn, bench, groups[where])
+                jsonl.append(folder / TURNS, line)
+                times = ", ".join(f"{one['seconds']:.3g} s" for one in line.get("exchanges", ()))
+                print(f"{turn}: {times or 'failed: ' + line['failed']}", flush=True)
+
+
+def _take(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
+    """Return the figures of one turn. A failure is a result, too; the group starts again after it."""
+    line = {"kind": turn.contender.kind, "copy_gb_per_s": round(copy_speed(), 2)}
+    if not group.up:
+        group.start()
+    try:
+        with group.awake():
+            return line | _exchanges(turn, bench, group)
+    except RankError as error:
+        group.stop()
+        return line | {"failed": str(error)}
+
+
+def _exchanges(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
+    given = {**turn.set.model_dump(), "tensors": turn.set.tensors()}
+    group.ask("prepare", set=given, contender=turn.contender.spec)
+    before = group.hosts.traffic() if group.hosts else []
+    found: list[list[dict[str, Any]]] = []
+    began = time.monotonic()
+    while not found or (len(found) < bench.repeats and time.monotonic() < began + bench.seconds):
+        found.append(group.ask("measure"))
+    after = group.hosts.traffic() if group.hosts else []
+    if len({reply["checksum"] for reply in group.ask("check")}) > 1:
+        raise RankError("ranks ended with different gradients")
+    # After a pause the first one may still be disturbed, sometimes by a second
+    line: dict[str, Any] = {"exchanges": [_together(replies) for replies in found[1:] or found]}
+    line["dense"] = 4 * nets.total(given["tensors"])
+    exchanged = len(found) * group.ranks
+    for what in ("sent", "on_wire", "calls"):
+        if what in found[-1][0]:
+            line[what] = sum(reply[what] for replies in found for reply in replies) / exchanged
+    if group.hosts:
+        line["interface"] = sum(a.sent - b.sent for a, b in zip(after, before, strict=True)) / exchanged
+    return line
+
+
+def _together(replies: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Combine the ranks' times of one exchange: from the first start to the last end; of the parts, the mean."""
+    one = {"seconds": max(r["end"] for r in replies) - min(r["start"] for r in replies)}
+    for what in ("encode", "decode", "blocked"):
+        if what in replies[0]:
+            one[what] = sum(r[what] for r in replies) / len(replies)
+    return one

@@ -11,7 +11,7 @@ import typer
 def scale(
     config: Annotated[str, typer.Argument(help="Whose methods: a YAML file, or the name of one in configs.")] = "scale",
     set: Annotated[
-        str, typer.Option(help="What is exchanged: a net, a file of shapes, or a number of elements.")
+        str, typer.Option(help="What is exchanged: a net's gradients, or a number of elements of one matrix.")
     ] = "resnet50",
     rate: Annotated[str, typer.Option(help="Rates of the links, with commas: 100mbit,1gbit,10gbit.")] = "1gbit",
     workers: Annotated[str, typer.Option(help="Numbers of workers, with commas.")] = "2,4,8,16,64,256,1024,4096",
@@ -33,23 +33,25 @@ def scale(
 
     Example: python -m experiments scale --set resnet50 --rate 100mbit,1gbit --workers 8,64
     """
+    from experiments import nets
     from experiments.cost_model import scale as scaling
     from experiments.cost_model.fitted import Fitted
     from experiments.cost_model.fitted import fit as fit_to
     from experiments.options import methods_of, split
-    from experiments.report import plots, results
+    from experiments.report import plots, results, tables
 
     numbers, rates = split(workers), split(rate)
     if wrong := [word for word in numbers if not word.isdigit()]:
         raise ValueError(f"--workers: {wrong[0]!r} is not a number of workers")
-    entries, tensors = methods_of(config, methods, "bench", "experiments"), scaling.tensors_of(set)
+    entries, tensors = methods_of(config, methods, "bench", "experiments"), nets.get(set)
     model = fit_to(fit, over) if fit else Fitted.open(over, fitted or results.FOLDER)
     predicted = scaling.predict(model, entries, tensors, rates, [int(word) for word in numbers])
     for each in rates:
         print(f"Seconds per exchange of {set} at {each}, by workers\n\n{scaling.table(predicted, each)}\n")
     print(f"Bytes that a rank transmits\n\n{scaling.table(predicted, rates[0], 'on_wire')}\n")
+    tables.show(scaling.errors({over: model}), "Errors of predictions of exchanges that a fit had not seen")
     print("\n".join(scaling.notes(model, rates)))
-    name = f"scale-{Path(set).stem}" + ("-mpi4py" if over == "mpi4py" else "")
+    name = f"scale-{set}" + ("-mpi4py" if over == "mpi4py" else "")
     written = [results.save(name, predicted, out, driver=over, constants=model.constants)]
     written += [plots.save(scaling.draw(predicted), written[0].with_suffix(".svg"))]
     written += [model.save(out)] if fit else []

@@ -7,7 +7,6 @@ every measured exchange.
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -19,12 +18,12 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from experiments.bench.config import LOOPBACK, Bench
-from experiments.bench.lockstep import time_steps
-from experiments.bench.measure import read
+from experiments.bench.lockstep import PARTS, time_steps
 from experiments.bench.report import summarize
+from experiments.bench.run import read
 from experiments.cluster.rates import Rate
 from experiments.cost_model import model
-from experiments.cost_model.imagined import last_phase, requests
+from experiments.cost_model.imagined import requests
 from experiments.cost_model.model import Codec, Driver
 from experiments.report import results
 from hvdcompress.method import Method, TensorSpec
@@ -100,9 +99,8 @@ def time_codec(method: Method) -> Codec:
         for world_size in WORLD_SIZES if spec else ():
             assert spec
             spent = time_steps(plan_of(method, min_elements=1), [spec], world_size, REPEATS)
-            seconds = statistics.median(map(sum, zip(*spent.values(), strict=True)))
-            features = model.gathered(requests(method, last_phase(method), world_size, spec), world_size)
-            rows.append((1.0, spec.size, *features, seconds))
+            seconds = spent[list(PARTS)].sum(axis=1).median()
+            rows.append((*Codec.features(spec.size, requests(method, world_size, spec)), seconds))
     table = np.array(rows)
     return Codec(*least_squares(table[:, :4], table[:, 4]))
 
@@ -146,14 +144,16 @@ def fit(paths: Sequence[Path], driver: Driver = "horovod") -> Fitted:
     points = pd.concat(frames, ignore_index=True)
     # Where ranks outnumber cores, the time of a bare collective is the scheduler's
     fitted.points = points[(points["calls"] > 0) | (points["shared"] <= 1)].reset_index(drop=True)
+    if not (fitted.points["calls"] > 0).any():
+        raise ValueError(f"no exchange over {driver} on emulated hosts in {', '.join(map(str, paths))}")
     fitted.constants = fit_constants(fitted.points)
     fitted.held_out = hold_out(fitted.points)
     return fitted
 
 
-def sharing(ranks: int, cores: int | None = None) -> float:
+def sharing(ranks: int) -> float:
     """Return the number of ranks that share the busiest core; at least 1. Emulated hosts keep to one each."""
-    return float(ceil(ranks / (cores or len(os.sched_getaffinity(0)))))
+    return float(ceil(ranks / len(os.sched_getaffinity(0))))
 
 
 def _exchanges(folder: Path, fitted: Fitted) -> pd.DataFrame:
@@ -185,27 +185,24 @@ def hold_out(points: pd.DataFrame) -> dict[str, dict[str, Any]]:
     predicted from those among fewer. Collectives of MPI alone are in every fit and are not predicted. Exchanges that
     were measured twice are held out together.
     """
-    is_exchange = points["calls"] > 0
-    keys = points[["set", "label", "world_size", "rate"]].apply(tuple, axis=1)
-    order = {key: at % 4 for at, key in enumerate(sorted(keys[is_exchange].unique()))}
+    exchanges = points[points["calls"] > 0]
+    keys = exchanges[["set", "label", "world_size", "rate"]].apply(tuple, axis=1)
+    order = {key: at % 4 for at, key in enumerate(sorted(keys.unique()))}
     most = points["world_size"].max()
     parts = {
         "a quarter, in turn": keys.map(order),
-        "a method, in turn": points["label"],
-        "a set, in turn": points["set"],
-        f"{most} hosts, from fewer": (points["world_size"] == most).map({True: most}),
+        "a method, in turn": exchanges["label"],
+        "a set, in turn": exchanges["set"],
+        f"{most} hosts, from fewer": exchanges["world_size"][exchanges["world_size"] == most],
     }
     found = {}
     for name, part in parts.items():
         errors = []
-        for one in part[is_exchange].dropna().unique():
-            held = part == one
-            try:
-                constants = fit_constants(points[~held])
-            except ValueError:  # too little is left
-                continue
-            exchanges = points[held & is_exchange]
-            errors.append((model.costs(constants, exchanges).sum(axis=1) / exchanges["seconds"] - 1).abs())
+        for _, held in part.groupby(part):
+            seen = points.drop(held.index)
+            if len(seen) >= len(model.CONSTANTS):
+                predicted = model.costs(fit_constants(seen), points.loc[held.index]).sum(axis=1)
+                errors.append((predicted / points["seconds"][held.index] - 1).abs())
         if errors:
             error = pd.concat(errors)
             which = points.loc[error.idxmax()]

@@ -9,35 +9,61 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdcompress.engine.rehearsal import anonymous, begin, blank_state, context_of, rehearse, round_of
+from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Collective, Method, TensorSpec
 
-__all__ = ["Request", "Rounds", "last_phase", "piggyback", "requests"]
+__all__ = ["Request", "Rounds", "piggyback", "requests"]
 
 
 class Request(NamedTuple):
     """A collective as one rank requests it.
 
     Attributes:
-        collective: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
-        op: the reduction of an all-reduce.
+        collective: "AllReduce", "AllGather" or "AllToAll"; a broadcast travels as a sum.
         dtype: of the payload.
         num_bytes: what the rank passes to the collective.
-        keeps: of an all-to-all with unequal pieces, the bytes of the rank's own piece.
-        recv_bytes: of the same, the bytes from other ranks.
-        pieces: of the same, from how many others they come.
+        on_wire: bytes that it transmits, by the ledger's formulas.
+        line: bytes that pass one after the other: a rank that only receives in a round keeps the others waiting.
+        pieces: payloads that the rank reads one by one, of all-gathers and all-to-alls.
+        gathered: their bytes.
     """
 
     collective: str
-    op: str
     dtype: str
     num_bytes: int
-    keeps: int | None = None
-    recv_bytes: int = 0
+    on_wire: float
+    line: float
     pieces: int = 0
+    gathered: int = 0
+
+    @classmethod
+    def of(
+        cls, collective: str, dtype: str, num_bytes: int, world_size: int, receives: Sequence[int] | None = None
+    ) -> Request:
+        """Return the request of ``num_bytes`` among so many ranks.
+
+        Args:
+            collective: its kind.
+            dtype: of the payload.
+            num_bytes: of the payload.
+            world_size: the number of ranks.
+            receives: of an all-to-all with unequal pieces, the bytes from each rank, none from the rank itself.
+        """
+        ledger = Ledger(world_size)
+        ledger.sent(0, "", Sent(collective, None, num_bytes, splits=None if receives is None else (0,)))
+        wire = ledger.tensors(0)[""].on_wire
+        if receives is not None:
+            received = sum(receives)
+            return cls(collective, dtype, num_bytes, wire, max(wire, received), sum(map(bool, receives)), received)
+        if collective == "AllGather":
+            return cls(collective, dtype, num_bytes, wire, wire, world_size, world_size * num_bytes)
+        if collective == "AllToAll":
+            return cls(collective, dtype, num_bytes, wire, wire, world_size, num_bytes)
+        return cls("AllReduce", dtype, num_bytes, wire, wire)
 
 
 Rounds = tuple[tuple[Request, ...], ...]  #: the collectives in their order, each as the ranks that run request it
-TRIED = (2, 3, 5)
 
 
 def last_phase(method: Method) -> int:
@@ -45,51 +71,38 @@ def last_phase(method: Method) -> int:
     return len(method.phases) - 1
 
 
-def piggyback(method: Method, phase: int, spec: TensorSpec) -> bool:
-    """Return whether the stock all-reduce carries the method's payload."""
-    return method.piggyback(spec, phase, blank_state(method, spec, _components(method, phase, spec))) is not None
+def piggyback(method: Method, spec: TensorSpec) -> bool:
+    """Return whether the stock all-reduce carries the method's payload in its last phase."""
+    state = blank_state(method, spec, _components(method, spec))
+    return method.piggyback(spec, last_phase(method), state) is not None
 
 
-def requests(method: Method, phase: int, world_size: int, spec: TensorSpec) -> Rounds:
-    """Return the collectives of a method on a tensor of full size, without running all ranks.
+def requests(method: Method, world_size: int, spec: TensorSpec) -> Rounds:
+    """Return the collectives of a method's last phase on a tensor of full size, without running all ranks.
 
     Rank 0 runs, and rank 1 if the ranks' payloads differ in length; the others are assumed to send the same as these.
-    So it takes the memory of two ranks at most. If 2, 3 and 5 ranks request the same collectives, and ``num_bytes`` is
-    the same for ``world_size``, that many are not run.
-
-    Args:
-        method: the method.
-        phase: its phase.
-        world_size: the number of ranks.
-        spec: the tensor.
+    So it takes the memory of two ranks at most.
     """
-    plain = anonymous(method, spec)
-    if world_size > max(TRIED):
-        few = [_requests(method, phase, p, plain) for p in TRIED]
-        totals = {_num_bytes(method, phase, p, plain) for p in (*TRIED, world_size)}
-        if len(totals) == 1 and few[0] == few[1] == few[2]:
-            return few[0]
-    return _requests(method, phase, world_size, plain)
+    return _requests(method, world_size, anonymous(method, spec))
 
 
 @cache
-def _requests(method: Method, phase: int, world_size: int, spec: TensorSpec) -> Rounds:
+def _requests(method: Method, world_size: int, spec: TensorSpec) -> Rounds:
     """Run rank 0 (and 1), as if all ranks sent what it sends, until only decoding is left."""
-    small = rehearse(method, phase, 3, spec)
-    kinds = [round.collective for round in small]
+    phase = last_phase(method)
+    kinds = [round.collective for round in rehearse(method, phase, 3, spec)]
     # Payloads that are gathered last need not be decoded: for thousands of ranks that would take hours
     gathers = kinds.count("AllGather") if kinds and kinds[-1] == "AllGather" else -1
-    components = _components(method, phase, spec)
     x = np.zeros(spec.size, spec.dtype)
-    crew = range(min(world_size, 2 if method.variable_length else 1))
-    exchanges = [begin(method, context_of(method, phase, rank, world_size, spec), x, components) for rank in crew]
+    crew = [context_of(method, phase, rank, world_size, spec) for rank in range(2 if method.variable_length else 1)]
+    exchanges = [begin(method, context, x, _components(method, spec)) for context in crew[:world_size]]
     found: list[tuple[Request, ...]] = []
     seen: dict[int, Array] = {}
-    results: list[Any] = [None for _ in crew]
+    results: list[Any] = [None for _ in exchanges]
     try:
         while gathers:
             collectives = [exchange.send(result) for exchange, result in zip(exchanges, results, strict=True)]
-            found.append(tuple(_request(collective) for collective in collectives))
+            found.append(tuple(_request(collective, world_size) for collective in collectives))
             gathers -= isinstance(collectives[0], AllGather)
             if gathers:
                 results = _answers(collectives, world_size, seen)
@@ -101,12 +114,11 @@ def _requests(method: Method, phase: int, world_size: int, spec: TensorSpec) -> 
     return tuple(found)
 
 
-def _request(collective: Collective) -> Request:
-    round = round_of(collective)
+def _request(collective: Collective, world_size: int) -> Request:
+    kind = round_of(collective)
     num_bytes = collective.num_bytes if isinstance(collective, Broadcast) else collective.x.nbytes
-    if isinstance(collective, AllToAll) and collective.receives is not None:
-        return Request(*round, num_bytes, 0, sum(collective.receives), sum(map(bool, collective.receives)))
-    return Request(*round, num_bytes)
+    receives = collective.receives if isinstance(collective, AllToAll) else None
+    return Request.of(kind.collective, kind.dtype, num_bytes, world_size, receives)
 
 
 def _answers(collectives: Sequence[Any], world_size: int, seen: dict[int, Array]) -> list[Any]:
@@ -135,23 +147,17 @@ def _answers(collectives: Sequence[Any], world_size: int, seen: dict[int, Array]
     ]
 
 
-def _num_bytes(
-    method: Method, phase: int, world_size: int, spec: TensorSpec, state: dict[str, Array] | None = None
-) -> int:
-    if len(method.phases) == 1:
-        return method.num_bytes(spec, world_size)
-    return method.num_bytes(spec, world_size, phase, state)  # type: ignore[call-arg]
-
-
 @cache
-def _components(method: Method, phase: int, spec: TensorSpec) -> int:
+def _components(method: Method, spec: TensorSpec) -> int:
     """Return the smallest value of the state's integers with which the method sends as many bytes as it predicts."""
     state = blank_state(method, spec, 1)
     counts = [array for array in state.values() if array.dtype.kind in "iu"]
-    expected = _num_bytes(method, phase, 2, spec)
-    for whole in range(1, spec.size + 1 if counts else 1):
+    if not counts:
+        return 1
+    predicted: Any = method.num_bytes  # of methods with phases it has more arguments
+    for whole in range(1, spec.size + 1):
         for count in counts:
             count[:] = whole
-        if _num_bytes(method, phase, 2, spec, state) == expected:
+        if predicted(spec, 2, last_phase(method), state) == predicted(spec, 2, last_phase(method)):
             return whole
     return 1

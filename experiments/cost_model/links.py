@@ -1,18 +1,17 @@
 """Time MPI's bare all-reduce, all-gather and all-to-all over emulated hosts, for `python -m experiments scale --fit`.
 
-    python -m experiments.cost_model.links [--hosts 2] [--rates 100mbit,1gbit] [--out runs]
+    python -m experiments.cost_model.links
 
-Needs root and iproute2. Writes ``links.json``: a record per collective, size, rate and number of hosts, with the median
-of its times, each from the first rank's beginning to the last one's end. With more hosts than cores, times show how the
-scheduler switches between them: the fit leaves them out.
+Needs root and iproute2. Writes ``runs/links.json``: a record per collective, size and rate, with the median of its
+times, each from the first rank's beginning to the last one's end. Two hosts, as on fewer cores than hosts times would
+show how the scheduler switches between them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,12 @@ COLLECTIVES = ("AllReduce", "AllGather", "AllToAll")
 # Bytes that a rank passes: so few that only the latency counts, or so many that only the link does. In between they fit
 # in the buffers of sockets and token buckets, which a whole exchange overflows.
 SIZES = (8, 16, 32, 1 << 19, 1 << 21, 1 << 23)
-LONGEST = 4.0  # seconds for one collective; larger ones are left out
+HOSTS, RATES = 2, ("100mbit", "1gbit")
 REPEATS, AT_MOST = 9, 1.0  # times that each is measured, or seconds
 
 
-def rank_main(rate: float, cores: int) -> None:
-    """Run one rank: all sizes. Rank 0 prints a record in JSON for each."""
+def rank_main() -> None:
+    """Run one rank: all sizes. Rank 0 prints the collective, its size and its seconds in JSON for each."""
     import numpy as np
     from mpi4py import MPI
 
@@ -44,9 +43,6 @@ def rank_main(rate: float, cores: int) -> None:
     calls: dict[str, Any] = {"AllReduce": comm.Allreduce, "AllGather": comm.Allgather, "AllToAll": comm.Alltoall}
     for collective in COLLECTIVES:
         for size in SIZES:
-            wire = model.on_wire(Request(collective, "sum", "float32", size), p)
-            if 8 * wire / rate > LONGEST:
-                continue
             payload = np.zeros(-(-size // (4 * p)) * p, np.float32)  # a whole piece for each rank
             out = np.zeros(len(payload) * (p if collective == "AllGather" else 1), np.float32)
             times: list[float] = []
@@ -58,41 +54,29 @@ def rank_main(rate: float, cores: int) -> None:
                 took = comm.allreduce(time.monotonic(), MPI.MAX) - comm.allreduce(began, MPI.MIN)
                 times.append(comm.bcast(took))
             if comm.rank == 0:
-                work = model.Work(p, size, wire, wire, 0, 0, model.messages(collective, [size], p))
-                place = {"label": f"MPI {collective} {size} B", "set": "mpi", "rate": rate, "shared": sharing(p, cores)}
-                print(json.dumps({**place, "seconds": statistics.median(times), **work._asdict()}), flush=True)
+                print(json.dumps([collective, size, statistics.median(times)]), flush=True)
 
 
-def measure(count: int, rate: str) -> list[dict[str, Any]]:
-    """Measure among so many emulated hosts; returns a record per collective and size.
+def measure(rate: str) -> list[dict[str, Any]]:
+    """Measure over links of a rate; returns a record per collective and size.
 
     Raises:
         HostsError: the hosts could not be set up.
         LaunchError: a rank failed.
     """
-    with Hosts(count, rate) as hosts:
-        # A host sees only its share of the cores
-        words = ["--rank", str(Rate.parse(rate).slower), "--cores", str(len(os.sched_getaffinity(0)))]
-        printed = launch.run(["-m", MODULE, *words], count, "mpi", hosts=hosts)
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-
-
-def main() -> None:
-    """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--hosts", default="2")
-    parser.add_argument("--rates", default="100mbit,1gbit")
-    parser.add_argument("--out", type=Path, default=Path("runs"))
-    parser.add_argument("--rank", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        rank_main(given.rank, given.cores)
-        return
-    counts = [int(count) for count in given.hosts.split(",")]
-    records = [one for rate in given.rates.split(",") for count in counts for one in measure(count, rate)]
-    print(f"written: {results.save('links', records, given.out)}")
+    with Hosts(HOSTS, rate) as hosts:
+        printed = launch.run(["-m", MODULE, "rank"], HOSTS, "mpi", hosts=hosts)
+    place = {"set": "mpi", "rate": Rate.parse(rate).slower, "shared": sharing(HOSTS)}
+    records = []
+    for collective, size, seconds in (json.loads(line) for line in printed.splitlines() if line.startswith("[")):
+        one = Request.of(collective, "float32", size, HOSTS)
+        work = model.work_of([(0, [one])], HOSTS)._replace(calls=0, rounds=0)  # which are a driver's
+        records.append({"label": f"MPI {collective} {size} B", **place, "seconds": seconds, **work._asdict()})
+    return records
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["rank"]:
+        rank_main()
+    else:
+        print(f"written: {results.save('links', [one for rate in RATES for one in measure(rate)], Path('runs'))}")

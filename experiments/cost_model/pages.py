@@ -35,38 +35,22 @@ def context(page: str) -> dict[str, Any]:
         "seconds": scale.draw(drawn.assign(rate=drawn["rate"].map(RATES))),
         "predicted": scale.table(drawn[drawn["workers"].isin(SHOWN)], "1gbit"),
         "constants": _constants(fits),
-        "errors": _errors(fits),
+        "errors": scale.errors(fits),
         "trained": _trained(),
     }
 
 
 def _constants(fits: dict[str, Fitted]) -> pd.DataFrame:
-    def text(name: str, value: float) -> str:
-        if name == "byte":
-            return f"{number(1e9 * value)} ns"
-        return number(value) if name in ("link", "codec") else seconds_of(value)
-
-    columns = {name: [text(constant, fit.constants[constant]) for constant in MEANING] for name, fit in fits.items()}
+    forms = dict.fromkeys(("link", "codec"), number) | {"byte": lambda seconds: f"{number(1e9 * seconds)} ns"}
+    columns = {name: [forms.get(one, seconds_of)(fit.constants[one]) for one in MEANING] for name, fit in fits.items()}
     return pd.DataFrame({"of": MEANING.values(), **columns})
-
-
-def _errors(fits: dict[str, Fitted]) -> pd.DataFrame:
-    def text(found: dict[str, Any]) -> str:
-        return f"{100 * found['median']:.0f} % (worst {100 * found['worst']:.0f} %)"
-
-    columns = {name: [text(found) for found in fit.held_out.values()] for name, fit in fits.items()}
-    return pd.DataFrame({"held out": fits["Horovod"].held_out.keys(), **columns})
 
 
 def _trained() -> pd.DataFrame:
     frame = results.load("scale-simulated-training")
-    frame = frame[frame["workers"] == 64].set_index(["method", "learning_rate"])
-    rows = []
-    for method in frame.index.unique("method"):
-        small, large = (frame.loc[(method, rate)] for rate in (0.1, 0.4))
-        accuracies = {
-            f"accuracy, learning rate {rate}": f"{row['accuracy']:.1f} ± {row['accuracy_deviation']:.1f} %"
-            for rate, row in ((0.1, small), (0.4, large))
-        }
-        rows.append({"method": method, **accuracies, "on the wire per step": num_bytes(large["on_wire"])})
-    return pd.DataFrame(rows)
+    frame = frame[(frame["workers"] == 64) & frame["learning_rate"].isin([0.1, 0.4])]
+    texts = frame["accuracy"].map("{:.1f} ± ".format) + frame["accuracy_deviation"].map("{:.1f} %".format)
+    wide = frame.assign(text=texts).pivot_table("text", "method", "learning_rate", "first", sort=False)
+    wide.columns = [f"accuracy, learning rate {rate}" for rate in wide]
+    sent = frame[frame["learning_rate"] == 0.4].set_index("method")["on_wire"].map(num_bytes)
+    return wide.assign(**{"on the wire per step": sent}).reset_index()

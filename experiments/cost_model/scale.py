@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
@@ -20,36 +18,9 @@ from experiments.cost_model.fitted import Fitted
 from experiments.report import numbers, plots, tables
 from hvdcompress.plan import plan_of
 
-__all__ = ["WORKERS", "draw", "notes", "predict", "table", "tensors_of"]
+__all__ = ["draw", "errors", "notes", "predict", "table"]
 
-WORKERS = (2, 4, 8, 16, 64, 256, 1024, 4096)
 DENSE = "dense"  #: stock Horovod's all-reduce, or ``none`` over mpi4py
-
-
-def tensors_of(words: str) -> nets.Shapes:
-    """Return the tensors to exchange.
-
-    Args:
-        words: the name of a net, a YAML file of shapes (name: [extents]), or a number of elements, which gives matrices
-            of about a million elements.
-
-    Raises:
-        ValueError: it is none of these.
-        FileNotFoundError: there is no such file.
-    """
-    if words.isdigit():
-        elements, count = int(words), -(-int(words) // 10**6)
-        side = max(1, math.isqrt(elements // count))
-        made: nets.Shapes = {f"tensor{at}": (side, elements // count // side) for at in range(count)}
-        rest = elements - nets.total(made)
-        return {**made, "rest": (rest,)} if rest else made
-    if not Path(words).suffix:
-        return nets.get(words)
-    given = yaml.safe_load(Path(words).read_text(encoding="utf-8"))
-    try:
-        return {str(name): tuple(int(extent) for extent in shape) for name, shape in given.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"{words} must hold names and shapes, such as `conv1: [64, 3, 7, 7]`") from None
 
 
 def predict(
@@ -73,22 +44,21 @@ def predict(
     """
     if not workers or min(workers) < 2:
         raise ValueError(f"{list(workers)} workers: there must be 2 at least")
-    speeds = {rate: Rate.parse(rate).slower for rate in rates}
-    plans = {} if fitted.driver == "horovod" else {DENSE: plan_of("none")}
-    plans |= {entry.label: entry.plan for entry in entries}
     works = []
     for p in sorted(set(workers)):
         if fitted.driver == "horovod":
-            works.append({"method": DENSE, **model.stock(tensors, p)._asdict()})
-        for label, plan in plans.items():
-            works.append({"method": label, **model.work(plan, tensors, p, fitted.codec, fitted.driver)._asdict()})
-    asked = pd.DataFrame({"rate_name": speeds.keys(), "rate": speeds.values()})
-    points = asked.merge(pd.DataFrame(works), how="cross").assign(shared=1.0)
-    parts = model.costs(fitted.constants, points)
-    head = points[["rate_name", "method", "world_size", "on_wire"]].set_axis(
-        ["rate", "method", "workers", "on_wire"], axis=1
-    )
-    return head.assign(seconds=parts.sum(axis=1)).join(parts)
+            found = {DENSE: model.stock(tensors, p)}
+        else:
+            found = {DENSE: model.work(plan_of("none"), tensors, p, fitted.codec, fitted.driver)}
+        found |= {each.label: model.work(each.plan, tensors, p, fitted.codec, fitted.driver) for each in entries}
+        works += [{"method": label, **work._asdict()} for label, work in found.items()]
+    frames = []
+    for rate in rates:
+        points = pd.DataFrame(works).assign(rate=Rate.parse(rate).slower, shared=1.0)
+        parts = model.costs(fitted.constants, points)
+        head = points[["method", "world_size", "on_wire"]].rename(columns={"world_size": "workers"})
+        frames.append(head.assign(rate=rate, seconds=parts.sum(axis=1)).join(parts))
+    return pd.concat(frames, ignore_index=True)
 
 
 def table(predicted: pd.DataFrame, rate: str, value: str = "seconds") -> str:
@@ -118,24 +88,28 @@ def draw(predicted: pd.DataFrame) -> Figure:
     return plots.lines(predicted, "workers", "seconds", "method", "rate", decorate=logarithmic, height=3.2)
 
 
+def errors(fits: Mapping[str, Fitted]) -> pd.DataFrame:
+    """Return a table of the errors of predictions of held-out exchanges, one column per fit."""
+
+    def text(found: Mapping[str, Any]) -> str:
+        return f"{100 * found['median']:.0f} % (worst {100 * found['worst']:.0f} %)"
+
+    columns = {name: {split: text(found) for split, found in fit.held_out.items()} for name, fit in fits.items()}
+    return pd.DataFrame(columns).rename_axis("held out").reset_index()
+
+
 def notes(fitted: Fitted, rates: Sequence[str]) -> list[str]:
     """Return what a reader must know to read the predictions."""
-    said = [
-        f"Held out ({split}; {found['points']} exchanges): median error {100 * found['median']:.0f} %, worst "
-        f"{100 * found['worst']:.0f} % ({found['which']})."
-        for split, found in fitted.held_out.items()
-    ]
-    said.append(
-        "*: no faster than dense. Collectives as rings, dense too; nothing overlaps with a backward pass; each rank "
-        "has a core like that of the fit and a link for itself."
-    )
     most, measured = fitted.points["world_size"].max(), fitted.points["rate"]
-    said.append(f"Beyond {most} workers nothing was measured: those figures extrapolate the formulas.")
-    for rate in rates:
-        if not measured.min() <= Rate.parse(rate).slower <= measured.max():
-            low, high = (f"{bits / 1e6:g} Mbit/s" for bits in (measured.min(), measured.max()))
-            said.append(
-                f"{rate} is beyond the fit, whose links had {low} to {high}: real times can be several times longer, "
-                "as other limits than the link take over. `python -m experiments bench` measures them."
-            )
+    said = [
+        "*: no faster than dense. Collectives as rings, dense too; nothing overlaps with a backward pass; each rank "
+        "has a core like that of the fit and a link for itself.",
+        f"Beyond {most} workers nothing was measured: those figures extrapolate the formulas.",
+    ]
+    if beyond := [rate for rate in rates if not measured.min() <= Rate.parse(rate).slower <= measured.max()]:
+        said.append(
+            f"{', '.join(beyond)}: beyond the fit, whose links had {measured.min() / 1e6:g} to "
+            f"{measured.max() / 1e6:g} Mbit/s. Real times can be several times longer, as other limits than the link "
+            "take over. `python -m experiments bench` measures them."
+        )
     return said

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +13,6 @@ import pandas as pd
 
 from experiments.papers.page import PAPERS
 from experiments.papers.units import Unit
-from experiments.report.numbers import number
-from experiments.report.tables import MISSING
 from hvdcompress.registry import suggest
 
 if TYPE_CHECKING:
@@ -102,16 +98,19 @@ class Verdict:
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  #: all figures, by title
     figure: Figure | None = None  #: if it says more than the number
     caption: str = ""  #: what the figure shows
-    notes: str = ""  #: sentences that a reader should know
+    notes: str = ""  #: sentences with further measured numbers; all other remarks are in the page's template
 
 
 @dataclass(frozen=True)
 class Scale:
     """How much is measured."""
 
-    few: bool = False  #: only so many settings that a paper takes ten minutes at most
-    full: bool = False  #: long trainings (hours) instead of the short ones (minutes) that the pages have
+    full: bool = False  #: trainings of ten times as many steps (hours)
     seeds: tuple[int, ...] = (0, 1, 2)  #: of each measurement
+
+    def steps(self, count: int) -> int:
+        """Return the steps of a training that has ``count`` on the pages."""
+        return 10 * count if self.full else count
 
 
 Units = Callable[[Scale], list[Unit]]
@@ -125,65 +124,49 @@ class Claim:
     text: str
     test: Callable[..., Verdict]
     units: Sequence[Units]
-    where: str
-    tested: str
-    rule: str
-    published: str = ""
     trains: bool = False
 
     def needed(self, scale: Scale) -> dict[str, list[list[Unit]]]:
         """Return the units of each verdict: one, or two with the optimizer's momentum kept and adapted."""
-        groups = [list(units(scale)) for units in self.units]
+        groups = [[unit.given(seed=seed) for unit in units(scale) for seed in scale.seeds] for units in self.units]
         if not self.trains:
             return {"": groups}
         return {how: [[_with_momentum(unit, how) for unit in group] for group in groups] for how in ("keep", "adapt")}
 
     def record(self, verdict: Verdict, **more: Any) -> Record:
         """Return all that a page says about the claim, as plain data."""
-        text = {name: getattr(self, name) for name in ("text", "where", "published", "tested", "rule")}
         found = {name: getattr(verdict, name) for name in ("number", "caption", "notes")}
         tables = {title: json.loads(frame.to_json(orient="records")) for title, frame in verdict.tables.items()}
-        return {"claim": self.id, **more, **text, **vars(verdict.outcome), **found, "tables": tables}
+        return {"claim": self.id, **more, "text": self.text, **vars(verdict.outcome), **found, "tables": tables}
 
 
 def _with_momentum(unit: Unit, momentum: str) -> Unit:
     """Return the training with the optimizer's momentum kept or adapted. Dense training has only one."""
-    if unit.settings["method"]["method"] == "none":
-        return unit
-    settings = {**unit.settings, "momentum": momentum}
-    return replace(unit, settings=settings, labels={**unit.labels, "momentum": momentum})
+    return unit if unit.settings["method"]["method"] == "none" else unit.given(momentum=momentum)
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper: the method's id, its title and source, the tasks whose data it needs, and its claims.
-
-    ``holds`` and ``fails`` say by hand, in a few words, what the published measurements showed.
-    """
+    """A paper: the method's id, the tasks whose data it needs, and its claims."""
 
     id: str
-    title: str
-    source: str
-    holds: str
-    fails: str
     tasks: Sequence[str]
     claims: list[Claim] = field(default_factory=list)
 
-    def claim(self, id: str, text: str, *, units: Units | Sequence[Units], **more: Any) -> Callable[..., Any]:
+    def claim(self, id: str, text: str, *units: Units, trains: bool = False) -> Callable[..., Any]:
         """Return a decorator that adds a claim, tested by the decorated function.
 
         Args:
             id: the paper's letter and a number, such as "G1".
             text: the paper's sentence in our words.
-            units: what is measured. The function gets one data frame for each of these, of all its units' records.
-            more: ``where``, the section or figure of the paper; ``tested``, how it is tested here; ``rule``, when it
-                holds; ``published``, the paper's own figures; ``trains=True``, if the units are trainings, which are
-                measured with the optimizer's momentum kept, as in the papers, and adapted, as is our default.
+            units: what is measured with each seed. The function gets one data frame for each of these, of all its
+                units' records.
+            trains: the units are trainings, which are measured with the optimizer's momentum kept, as in the papers,
+                and adapted, as is our default.
         """
-        each = (units,) if callable(units) else tuple(units)
 
         def add(test: Callable[..., Verdict]) -> Callable[..., Verdict]:
-            self.claims.append(Claim(id, text, test, each, **more))
+            self.claims.append(Claim(id, text, test, units, trains))
             return test
 
         return add
@@ -197,7 +180,7 @@ class Paper:
         known = [claim.id for claim in self.claims]
         for id in ids:
             if id not in known:
-                raise ValueError(f"--claims: {self.title} has no {id!r}{suggest(id, known)}; it has {', '.join(known)}")
+                raise ValueError(f"--claims: {self.id} has no {id!r}{suggest(id, known)}; it has {', '.join(known)}")
         return [claim for claim in self.claims if not ids or claim.id in ids]
 
 
@@ -211,47 +194,3 @@ def find(id: str) -> Paper:
         raise ValueError(f"no claims of {id!r}{suggest(id, list(PAPERS))}; there are: {', '.join(PAPERS)}")
     paper: Paper = importlib.import_module(f"experiments.papers.{id}.claims").PAPER
     return paper
-
-
-# -- what tests of claims share ------------------------------------------------------------------
-
-
-def over_seeds(frame: pd.DataFrame, by: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
-    """Return the median over steps, then the median, least and largest over seeds; NaN if a seed's is (it diverged).
-
-    Args:
-        frame: has a column ``seed``.
-        by: the columns that make a row.
-        values: the columns to summarise. Each gives three: ``x``, ``x least``, ``x largest``.
-    """
-    seeds = frame.groupby([*by, "seed"], sort=False, dropna=False)[list(values)].median(skipna=False)
-    rows = seeds.groupby(list(by), sort=False, dropna=False)
-    ends = {"": rows.median(skipna=False), " least": rows.min(skipna=False), " largest": rows.max(skipna=False)}
-    found = pd.concat([each.add_suffix(end) for end, each in ends.items()], axis=1)
-    return found[[f"{value}{end}" for value in values for end in ends]].reset_index()
-
-
-def per_seed(frame: pd.DataFrame, value: str) -> list[float]:
-    """Return the median over steps for each seed; NaN if one step's is."""
-    return list(frame.groupby("seed", sort=False)[value].median(skipna=False))
-
-
-def spread(values: Sequence[float], show: Callable[[float], str] = number) -> str:
-    """Return the median of the seeds' values with the least and the largest: ``0.12 (0.11 to 0.13)``."""
-    values = list(values)
-    if not values:
-        return MISSING
-    if lost := sum(map(math.isnan, values)):
-        return f"diverged in {lost} of {len(values)}"
-    return f"{show(statistics.median(values))} ({show(min(values))} to {show(max(values))})"
-
-
-def groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
-    """Iterate over the groups of a frame in the order of their first rows, with the key as a tuple."""
-    yield from frame.groupby(list(by), sort=False, dropna=False)  # type: ignore[misc]
-
-
-def exploded(frame: pd.DataFrame, column: str, key: str, value: str) -> pd.DataFrame:
-    """Return one row per item of the dicts in a column, with the item's key and value in two new columns."""
-    items = {key: frame[column].map(list), value: frame[column].map(lambda each: list(each.values()))}
-    return frame.drop(columns=column).assign(**items).explode([key, value], ignore_index=True)

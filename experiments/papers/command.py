@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ def reproduce(
         bool | None,
         typer.Option(
             "--full/--quick",
-            help="Long trainings, hours; or at most ten minutes, with fewer settings. Neither: as docs/papers has it.",
+            help="Trainings ten times as long, hours; or one seed. Neither: as docs/papers has it.",
             show_default=False,
         ),
     ] = None,
@@ -29,7 +30,7 @@ def reproduce(
 ) -> None:
     """Test a paper's claims on real data: claim, number, verdict.
 
-    Writes papers-PAPER.json, pictures and PAPER.md. With --claims, the other claims of an earlier papers-PAPER.json
+    Writes papers-PAPER.json and pictures. With --claims, the other claims of an earlier papers-PAPER.json
     stay. What was measured is kept in OUTPUT/cache: the same command goes on where it was interrupted.
 
     Exit status: 0; 2 if data is missing; 130 after Ctrl-C.
@@ -47,7 +48,8 @@ def reproduce(
         if problem := TASKS[task].missing():
             raise ValueError(f"the data of {task!r} is missing: {problem}")
     folder = output or Path("build/reproduce") / paper
-    scale = Scale(few=full is False, full=full is True)
+    scale = Scale(seeds=(0,)) if full is False else Scale(full=bool(full))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as with Ctrl-C, its processes with it
     try:
         records = run.reproduce(found, folder, scale, jobs or len(os.sched_getaffinity(0)), split(claims))
     except KeyboardInterrupt:
@@ -55,4 +57,4 @@ def reproduce(
         raise typer.Exit(130) from None
     lines = [(record["claim"], record["text"], brief(record), record["number"]) for record in records]
     tables.show(pd.DataFrame(lines, columns=["claim", "what the paper says", "here it", "number"]))
-    print(f"written: {folder / f'{paper}.md'}")
+    print(f"written: {folder / f'papers-{paper}.json'}")

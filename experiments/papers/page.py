@@ -1,50 +1,33 @@
-"""A paper's page in Markdown, and the table of all papers, from ``papers-PAPER.json`` and nothing else."""
+"""What the pages of papers say of measurements: variables of ``docs/templates/papers``, from ``papers-PAPER.json``."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from experiments.report import results
 
 PAPERS = ("scalecom", "gradiveq", "fft", "gaussiank")
 
-__all__ = ["PAPERS", "brief", "overview", "page", "published"]
+__all__ = ["PAPERS", "anchor", "brief", "context"]
 
 
-def page(found: Mapping[str, Any], data: str = "") -> str:
-    """Return a paper's page.
+def context(page: str) -> dict[str, Any]:
+    """Return the variables of the page ``papers/PAPER``, or of the overview ``papers/README``.
 
-    Args:
-        found: what ``papers-PAPER.json`` holds.
-        data: the link target of that file; by default it is next to the page.
+    A paper has ``claims``, the records of each claim's verdicts by its id, and ``first``, the first of all records.
     """
-    claims: dict[str, list[Any]] = {}
-    for record in found["records"]:
-        claims.setdefault(record["claim"], []).append(record)
-    first = found["records"][0]
-    return _template("page.md.j2").render(
-        found, claims=claims, first=first, data=data or f"papers-{found['paper']}.json"
-    )
-
-
-def overview(papers: Iterable[Mapping[str, Any]]) -> str:
-    """Return the page with the claims and verdicts of all papers, each given as :func:`page` takes it."""
-    return _template("overview.md.j2").render(papers=list(papers))
-
-
-def published(name: str) -> str:
-    """Return the page ``papers/PAPER`` of the documentation, or ``papers/README``, from published results."""
-    id = Path(name).name
-    found = {each: json.loads((results.FOLDER / f"papers-{each}.json").read_text(encoding="utf-8")) for each in PAPERS}
+    id = Path(page).name
     if id == "README":
-        return overview(found.values())
-    return page(found[id], f"../../experiments/results/papers-{id}.json")
+        return {"papers": {paper: context(paper)["claims"] for paper in PAPERS}, "anchor": anchor, "brief": brief}
+    found = json.loads((results.FOLDER / f"papers-{id}.json").read_text(encoding="utf-8"))["records"]
+    claims: dict[str, list[Any]] = {}
+    for record in found:
+        claims.setdefault(record["claim"], []).append(record)
+    return {"claims": claims, "first": found[0]}
 
 
 def brief(record: Mapping[str, Any]) -> str:
@@ -63,16 +46,3 @@ def brief(record: Mapping[str, Any]) -> str:
 def anchor(record: Mapping[str, Any]) -> str:
     """Return the anchor that GitHub gives to a claim's heading."""
     return re.sub(r"[^\w\- ]", "", f"{record['claim']}: {record['text']}".lower()).replace(" ", "-")
-
-
-def _template(name: str) -> jinja2.Template:
-    made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters["brief"] = brief
-    made.globals["anchor"] = anchor
-    return made.get_template(name)

@@ -1,22 +1,20 @@
-"""Measure what a paper's claims need, and write the results, the pictures and the page."""
+"""Measure what a paper's claims need, and write the results and the pictures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from experiments.papers.claims import Paper, Record, Scale
-from experiments.papers.page import page
 from experiments.papers.units import Unit, measure
 from experiments.report import plots, results
 
 
 def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequence[str] = ()) -> list[Record]:
-    """Measure what is not yet measured; write ``papers-PAPER.json``, pictures and ``PAPER.md``.
+    """Measure what is not yet measured; write ``papers-PAPER.json`` and pictures.
 
     Args:
         paper: the paper.
@@ -34,13 +32,17 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
     """
     needed = [(claim, how, sets) for claim in paper.named(only) for how, sets in claim.needed(scale).items()]
     found = iter(measure([unit for _, _, sets in needed for units in sets for unit in units], folder / "cache", jobs))
-    words = ["--quick"] * scale.few + ["--full"] * scale.full + ["--claims", ",".join(only)] * bool(only)
+
+    def frame(units: Sequence[Unit]) -> pd.DataFrame:
+        return pd.DataFrame([row for _ in units for row in next(found)])
+
+    words = ["--quick"] * (len(scale.seeds) == 1) + ["--full"] * scale.full + ["--claims", ",".join(only)] * bool(only)
     command = " ".join(["python -m experiments reproduce", paper.id, *words])  # without folders of this machine
     about = results.about()
     made = {"command": command, "date": about["date"], "cpu": about["machine"]["cpu"], "seeds": scale.seeds}
     records = []
     for claim, how, sets in needed:
-        verdict = claim.test(*(frame_of(units, found) for units in sets))
+        verdict = claim.test(*map(frame, sets))
         picture = ""
         if verdict.figure:
             picture = f"{paper.id}-{claim.id}{'-adapted' if how == 'adapt' else ''}.svg"
@@ -50,18 +52,6 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
     earlier = json.loads(file.read_text(encoding="utf-8"))["records"] if only and file.exists() else []
     every = [record for record in earlier if record["claim"] not in measured] + records
     every.sort(key=lambda record: [claim.id for claim in paper.claims].index(record["claim"]))
-    head = {name: getattr(paper, name) for name in ("title", "source", "holds", "fails")}
-    frame = pd.DataFrame(every, dtype=object)  # in which counts stay integers
-    results.save(file.stem, frame, folder, command=command, paper=paper.id, **head)
-    text = page(json.loads(file.read_text(encoding="utf-8")))
-    (folder / f"{paper.id}.md").write_text(text, encoding="utf-8")
+    whole = pd.DataFrame(every, dtype=object)  # in which counts stay integers
+    results.save(file.stem, whole, folder, command=command, paper=paper.id)
     return records
-
-
-def frame_of(units: Sequence[Unit], found: Iterator[Any]) -> pd.DataFrame:
-    """Return the next records of all units, with the units' labels as columns."""
-    rows: list[Record] = []
-    for unit in units:
-        result = next(found)
-        rows += [{**unit.labels, **record} for record in (result if isinstance(result, list) else [result])]
-    return pd.DataFrame(rows)

@@ -23,17 +23,23 @@ from hvdcompress.optimizers import SGD
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 Settings = dict[str, Any]
+TEXT: Settings = {"task": "bytes", "batch_size": 8, "learning_rate": 0.6, "momentum": 0.7, "clip_norm": 1.0}
+#: how nets are trained, where it is not 32 examples of Fashion-MNIST per rank and a learning rate of 0.05
+NETS: dict[str, Settings] = {
+    "resnet20": {"batch_size": 8},
+    "digits_net": {"task": "noisy_digits", "learning_rate": 0.02},
+    "byte_lstm": TEXT,
+    "byte_transformer": TEXT,
+}
 
 
 class Moment(NamedTuple):
     """One step after the exchange, before the update."""
 
     step: int  #: from 0
-    phase: str  #: "early", "middle" or "late": the thirds of the training
     gradients: list[Tensors]  #: each rank's, by the tensors' names
     residuals: list[Tensors]  #: each rank's before the exchange; zeros where none is kept
     reduced: Tensors  #: the exchange's result
-    net: Loopback
 
     def accumulated(self, rank: int) -> Tensors:
         """Return what a rank selects from: gradient + residual."""
@@ -43,11 +49,17 @@ class Moment(NamedTuple):
 class Trained(NamedTuple):
     """How a training went."""
 
-    losses: list[float]  #: of each step, the ranks' mean
-    value: float  #: the held-out measure; NaN if the training was ended early
+    losses: list[float]  #: of each step, the ranks' mean; shorter if the training diverged
+    value: float  #: the held-out measure; NaN if the training diverged or was looked at
     ratio: float  #: compression ratio by the bytes that a rank hands to collectives
     wire: float  #: by the bytes that it transmits, if collectives are rings; NaN for one rank
-    rows: list[Any]  #: what ``look`` returned
+    rows: list[Settings]  #: what ``look`` returned, with step and phase
+
+
+def training(net: str, steps: int, **changed: Any) -> Settings:
+    """Return the training of a net as plain data, the keys of an experiment's file without a label."""
+    usual = {"task": "fashion_mnist", "batch_size": 32, "learning_rate": 0.05}
+    return {"net": net, "steps": steps, "warmup_steps": steps // 10, **usual, **NETS.get(net, {}), **changed}
 
 
 def spread_out(steps: int, count: int) -> set[int]:
@@ -60,7 +72,7 @@ def spread_out(steps: int, count: int) -> set[int]:
 
 
 def task_of(task: Settings) -> Task:
-    """Return a task from plain data, the keys of an experiment's file without a label."""
+    """Return a task from plain data."""
     return Task.model_validate({"label": task["task"], **task})
 
 
@@ -75,25 +87,20 @@ def train(
     method: Settings,
     ranks: int,
     seed: int,
-    look: Callable[[Moment], Any] | None = None,
+    look: Callable[[Moment], list[Settings]] = lambda _: [],
     at: Collection[int] = (),
-    until: int | None = None,
     momentum: str = "keep",
 ) -> Trained:
-    """Train, and look at some of the steps.
+    """Train, and look at some of the steps. A training whose loss is NaN or Inf ends there.
 
     Args:
         task: as :func:`task_of` reads it.
         method: a method and its settings, as plans have them.
         ranks: how many.
         seed: of weights, batches and the method.
-        look: is called with the :class:`Moment` of each step in ``at``; its results are kept.
-        at: steps, from 0.
-        until: end after so many steps of the training's schedule.
+        look: is called with the :class:`Moment` of each step in ``at``; its rows are kept.
+        at: steps, from 0. The training ends after the last of them, and its held-out measure is not taken.
         momentum: ``optimizer_momentum`` of the plan; the papers keep it.
-
-    Raises:
-        Diverged: the loss is NaN or Inf.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -107,38 +114,39 @@ def train(
     sgd = torch.optim.SGD(parameters.values(), lr=0.0, momentum=given.momentum, weight_decay=given.weight_decay)
     batches = [data.batches(rank, ranks, seed, given.batch_size) for rank in range(ranks)]
     losses: list[float] = []
-    rows = []
-    for step in range(until or given.steps):
+    rows: list[Settings] = []
+    for step in range(max(at) + 1 if at else given.steps):
         clip = given.clip_norm if given.clip == "before" else None
         found = [models_torch.gradients_of(model, next(shares), clip) for shares in batches]
         gradients = [one for one, _ in found]
-        losses.append(float(np.mean([loss for _, loss in found])))
-        if not np.isfinite(losses[-1]):
-            raise loop.Diverged(f"the loss is {losses[-1]} at step {step + 1}")
+        loss = float(np.mean([loss for _, loss in found]))
+        if not math.isfinite(loss):
+            break
+        losses.append(loss)
         before = _residuals(net, gradients) if step in at else []
         reduced = net.allreduce_many(gradients)[0]
-        if step in at and look is not None:
-            rows.append(look(Moment(step, phases.phase_of(step, given.steps), gradients, before, reduced, net)))
+        if step in at:
+            place = {"step": step, "phase": phases.phase_of(step, given.steps)}
+            rows += [{**place, **row} for row in look(Moment(step, gradients, before, reduced))]
         for name, parameter in parameters.items():
             parameter.grad = torch.from_numpy(reduced[name])
         sgd.param_groups[0]["lr"] = rate = loop.learning_rate(given, step)
         sgd.step()
-        net.observe(learning_rate=rate, loss=losses[-1])
+        net.observe(learning_rate=rate, loss=loss)
+    whole = not at and len(losses) == given.steps
     score = TASKS[given.task].metric.value
-    value = math.nan if until else score(*models_torch.held_out_sums(model, data.held_out(0, 1)))
+    value = score(*models_torch.held_out_sums(model, data.held_out(0, 1))) if whole else math.nan
     return Trained(losses, value, net.ledger.compression_ratio(ranks - 1), wire_ratio(net), rows)
 
 
-def accuracy(task: Settings, method: Settings, ranks: int, seed: int, momentum: str = "keep") -> dict[str, Any]:
+def accuracy(task: Settings, method: Settings, ranks: int, seed: int, momentum: str = "keep") -> Settings:
     """Train, and return ``value``, ``ratio`` and ``wire`` of :class:`Trained`, and the mean losses of its twentieths.
 
-    If the training diverged, all are NaN, and there are no ``losses``.
+    If the training diverged, ``value`` is NaN, and there are no ``losses``.
     """
-    try:
-        trained = train(task, method, ranks, seed, momentum=momentum)
-    except loop.Diverged:
-        return {**dict.fromkeys(("value", "ratio", "wire"), math.nan), "losses": []}
-    losses = [float(np.mean(part)) for part in np.array_split(trained.losses, min(20, len(trained.losses)))]
+    trained = train(task, method, ranks, seed, momentum=momentum)
+    parts = [] if math.isnan(trained.value) else np.array_split(trained.losses, min(20, len(trained.losses)))
+    losses = [float(np.mean(part)) for part in parts]
     return {"value": trained.value, "ratio": trained.ratio, "wire": trained.wire, "losses": losses}
 
 

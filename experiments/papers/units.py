@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import multiprocessing
 import os
-import signal
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,7 @@ import joblib
 import hvdcompress
 from experiments.report import numbers
 
-__all__ = ["Unit", "file_of", "measure"]
+__all__ = ["Unit", "measure"]
 
 
 @dataclass(frozen=True)
@@ -31,17 +27,16 @@ class Unit:
     """One call of a measure.
 
     Args:
-        measure: a function at the top of a module, so that another process can import it. It returns plain data.
+        measure: a function at the top of a module, so that another process can import it. It returns a record of plain
+            data, or a list of them.
         settings: its keywords, plain data.
         labels: what tells its result from those of other units, such as the net and the seed.
-        seconds: roughly how long it takes on one core. Only the ratios between units count, for the time left.
         alone: it measures time, so nothing else may run meanwhile.
     """
 
     measure: Callable[..., Any]
     settings: dict[str, Any]
     labels: dict[str, Any]
-    seconds: float = 1.0
     alone: bool = False
 
     @property
@@ -50,19 +45,20 @@ class Unit:
         labels = (value if name == "net" else f"{name} {value}" for name, value in self.labels.items() if value != "")
         return " ".join([self.measure.__name__, *map(str, labels)])
 
+    @property
+    def key(self) -> dict[str, Any]:
+        """What the result depends on."""
+        measure = f"{self.measure.__module__}.{self.measure.__name__}"
+        source = inspect.getsource(self.measure)
+        return {"measure": measure, "source": source, "settings": self.settings, "version": hvdcompress.__version__}
 
-def file_of(folder: Path, unit: Unit) -> Path:
-    """Return the file that keeps a unit's result: by its measure's source, its settings and the package's version."""
-    return folder / f"{unit.measure.__name__}-{joblib.hash([_key(unit), inspect.getsource(unit.measure)])}.json"
+    def given(self, **settings: Any) -> Unit:
+        """Return the unit with further settings, which are labels, too."""
+        return replace(self, settings=self.settings | settings, labels=self.labels | settings)
 
 
-def _key(unit: Unit) -> dict[str, Any]:
-    measure = f"{unit.measure.__module__}.{unit.measure.__name__}"
-    return {"measure": measure, "settings": unit.settings, "version": hvdcompress.__version__}
-
-
-def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[Any]:
-    """Return what every unit finds. Measure those that the folder has no result of, equal ones once.
+def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[list[dict[str, Any]]]:
+    """Return the records of every unit, with its labels. Measure what the folder has no result of, equal units once.
 
     Args:
         units: those that are ``alone`` come last, one at a time.
@@ -75,56 +71,29 @@ def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[Any]:
     for threads in ("OMP_NUM_THREADS", "HVDCOMPRESS_THREADS"):
         os.environ.setdefault(threads, "1")  # one process per core, and times are those of one core
     folder.mkdir(parents=True, exist_ok=True)
-    different = {file_of(folder, unit): unit for unit in units}
-    missing = {file: unit for file, unit in different.items() if not file.exists()}
-    if len(missing) < len(different):
-        print(f"{len(different) - len(missing)} of {len(different)} results are kept from an earlier run", flush=True)
-    began, guessed, done = time.perf_counter(), 0.0, 0
-    left = sum(unit.seconds for unit in missing.values())
+    files = [folder / f"{unit.measure.__name__}-{joblib.hash(unit.key)}.json" for unit in units]
+    missing = {file: unit for file, unit in zip(files, units, strict=True) if not file.exists()}
+    if kept := len(set(files)) - len(missing):
+        print(f"{kept} of {len(set(files))} results are kept from an earlier run", flush=True)
+    began, done = time.perf_counter(), 0
     for alone in (False, True):
-        some = {file: unit for file, unit in missing.items() if unit.alone == alone}
-        with closing(_results(some, 1 if alone else min(jobs, len(some)))) as results:
-            for file, found, seconds in results:
-                unit = missing[file]
-                record = {"name": unit.name, "key": _key(unit), "seconds": round(seconds, 2), "found": found}
-                half = file.with_suffix(".half")  # a result is there whole or not at all
-                half.write_text(json.dumps(record) + "\n", encoding="utf-8")
-                half.replace(file)
-                done, guessed, left = done + 1, guessed + unit.seconds, left - unit.seconds
-                remaining = numbers.clock((time.perf_counter() - began) / guessed * left)
-                print(f"[{done}/{len(missing)}] {unit.name}, about {remaining} left", flush=True)
-    return [json.loads(file_of(folder, unit).read_text(encoding="utf-8"))["found"] for unit in units]
+        calls = [joblib.delayed(_found)(file, unit) for file, unit in missing.items() if unit.alone == alone]
+        parallel = joblib.Parallel(1 if alone else jobs, return_as="generator_unordered")
+        for file, record in parallel(calls):
+            half = file.with_suffix(".half")  # a result is there whole or not at all
+            half.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            half.replace(file)
+            done += 1
+            remaining = numbers.clock((time.perf_counter() - began) / done * (len(missing) - done))
+            print(f"[{done}/{len(missing)}] {record['name']}, about {remaining} left", flush=True)
+    found = [json.loads(file.read_text(encoding="utf-8"))["found"] for file in files]
+    records = [each if isinstance(each, list) else [each] for each in found]
+    return [[{**unit.labels, **row} for row in rows] for unit, rows in zip(units, records, strict=True)]
 
 
-def _results(units: dict[Path, Unit], jobs: int) -> Generator[tuple[Path, Any, float], None, None]:
-    """Run units; yield each with its result and seconds as it ends. End all processes when interrupted or closed."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    pool = None
-    try:
-        if jobs <= 1:
-            for file, unit in units.items():
-                yield file, *_timed(unit)
-            return
-        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_leave_ctrl_c)
-        futures = {pool.submit(_timed, unit): file for file, unit in units.items()}
-        for future in as_completed(futures):
-            yield futures[future], *future.result()
-        pool.shutdown()
-    except BaseException:
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _timed(unit: Unit) -> tuple[Any, float]:
+def _found(file: Path, unit: Unit) -> tuple[Path, dict[str, Any]]:
+    """Return the file that keeps a unit's result, and what it says."""
     began = time.perf_counter()
     found = unit.measure(**unit.settings)
-    return found, time.perf_counter() - began
-
-
-def _leave_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    seconds = round(time.perf_counter() - began, 2)
+    return file, {"name": unit.name, "settings": unit.settings, "seconds": seconds, "found": found}

@@ -46,6 +46,7 @@ def lines(
     panel: str | None = None,
     labels: Mapping[str, str] | None = None,
     decorate: Callable[[Axes, pd.DataFrame], object] | None = None,
+    marker: str = "",
     **options: object,
 ) -> Figure:
     """Draw small multiples of lines: the mean of ``y`` over ``x``, and the range over other columns such as seeds.
@@ -58,6 +59,7 @@ def lines(
         panel: column whose values are the panels; None: one panel.
         labels: axis labels by column, where the column's name is not enough.
         decorate: is called with each panel and its rows, for scales, limits and reference lines.
+        marker: draw each measurement as a point instead, such as "o".
         options: of :func:`figure`.
     """
     names = list(dict.fromkeys(frame[by]))
@@ -65,7 +67,11 @@ def lines(
     drawn, axes = figure(len(parts), **options)  # type: ignore[arg-type]
     for ax, (title, rows) in zip(axes, parts, strict=True):
         for number, name in enumerate(names):
-            over = rows[rows[by] == name].groupby(x)[y]
+            some = rows[rows[by] == name]
+            if marker:
+                ax.plot(some[x], some[y], marker, markersize=3, color=f"C{number % 9}", label=str(name))
+                continue
+            over = some.groupby(x)[y]
             mean = over.mean()
             if mean.empty:
                 continue

@@ -35,15 +35,24 @@ def fail(message: object, code: int = 2) -> typer.Exit:
 
 
 def print_table(rows: Sequence[Mapping[str, str]], are_numbers: bool = False) -> None:
-    """Print a table, a row for each {title: cell}; numbers are aligned right, but for the first column."""
+    """Print a table, a row for each {title: cell}.
+
+    Numbers are aligned right, but for the first column, and are never broken into lines: a line may be too long.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     titles = list(dict.fromkeys(title for row in rows for title in row))
     for title in titles:
         is_first = title == titles[0]
-        table.add_column(title, justify="right" if are_numbers and not is_first else "left", no_wrap=is_first)
+        table.add_column(
+            title, justify="right" if are_numbers and not is_first else "left", no_wrap=are_numbers or is_first
+        )
     for row in rows:
         table.add_row(*(escape(row.get(title, "")) or "–" for title in titles))
-    console_of().print(table, highlight=False)
+    console = console_of()
+    if are_numbers:
+        unlimited = console.options.update(max_width=1000)
+        console.width = max(console.width, console.measure(table, options=unlimited).maximum)
+    console.print(table, highlight=False)
 
 
 def number(value: float) -> str:

@@ -24,7 +24,7 @@ rounds: 1
 repeats: 2
 sets: [{net: resnet32, label: small}]
 methods:
-  - {label: gradiveq, method: gradiveq, slice_elements: 768, matrix_rank: 4, dense_steps: 6, alone: 6, warm_up: 1}
+  - {label: gradiveq, method: gradiveq, slice_elements: 768, matrix_rank: 4, dense_steps: 6, alone: 6}
   - {label: scalecom, method: scalecom, density: 0.05, bucket_elements: 5000}
   - {label: in ddp, over: ddp, method: scalecom, density: 0.05}
   - {label: over mpi4py, over: mpi4py, method: gradiveq, slice_elements: 768, matrix_rank: 4, dense_steps: 6, alone: 6}

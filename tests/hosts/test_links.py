@@ -12,7 +12,7 @@ from experiments.cost_model import links
 def test_links_are_measured():
     if missing := hosts.problem():
         pytest.skip(missing)
-    found = links.measure(2, "100mbit")
+    found = links.measure("100mbit")
     assert {record["label"].split()[1] for record in found} == set(links.COLLECTIVES)
     longest = max(found, key=lambda record: record["line"])
     bare = 8 * longest["line"] / 1e8

@@ -14,9 +14,10 @@ from experiments.cluster.rates import Rate
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Scale, Verdict, groups, judge, over_seeds, per_seed, spread
+from experiments.papers.claims import Paper, Scale, Verdict, judge
 from experiments.papers.fft import measures
 from experiments.papers.fft.formats import BITS
+from experiments.papers.frames import against_dense, groups, over_seeds, per_seed, spread
 from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
@@ -26,8 +27,7 @@ from hvdcompress.plan import load
 Settings = dict[str, Any]
 RANKS = 2
 MOST = 0.8  #: share of the cells in which FFT has to err less
-THETAS = (0.5, 0.7, 0.85, 0.95, 0.99)  #: at which values are sent in full
-THETA = 0.85  #: the paper's, by which equal θ is judged
+THETA = 1 - measures.USUAL  #: the paper's
 LARGE = 0.99  #: a large θ
 HALVED = 0.5  #: what a large θ is lowered to
 POINTS = 1.0  #: of held-out accuracy, which count as no loss
@@ -44,45 +44,16 @@ EXCHANGED: dict[str, Settings] = {
     "top-k, 15 %": {"method": "topk", "density": 0.15, "feedback": "none"},
     "top-k, 1 %": {"method": "topk", "density": 0.01},
 }
-EQUAL = f"top-k at θ {THETA:g}"
 DATA = {"raw": "gradients", "kept": "kept frequencies"}
 
-PAPER = Paper(
-    "fft",
-    "FFT",
-    'Wang et al., "FFT-based Gradient Sparsification for the Distributed Training of Deep Neural Networks", HPDC 2020 '
-    "(arXiv 1811.08596).",
-    "It errs less than 2-bit QSGD and TernGrad at the same bytes. A large constant θ ends below dense training.",
-    "Top-k with range floats errs less. A lower θ wins back 42 % of what was lost, not 90 %.",
-    ["fashion_mnist", "noisy_digits", "bytes"],
-)
-
-
-# -- units ---------------------------------------------------------------------------------------
-
-
-def task(id: str, net: str, steps: int, **more: Any) -> Settings:
-    """Return a training."""
-    return {"task": id, "net": net, "steps": steps, "warmup_steps": steps // 10, **more}
+PAPER = Paper("fft", ["fashion_mnist", "noisy_digits", "bytes"])
 
 
 def watched(scale: Scale) -> list[Unit]:
     """List dense trainings, watched."""
-    long = 10 if scale.full else 1
-    text = {"batch_size": 8, "learning_rate": 0.6, "momentum": 0.7, "clip_norm": 1.0}
-    tasks = [
-        (task("fashion_mnist", "resnet20", 36 * long, batch_size=8, learning_rate=0.05), 15),
-        (task("noisy_digits", "digits_net", 90 * long, batch_size=32, learning_rate=0.02), 6),
-        (task("fashion_mnist", "fnn3", 90 * long, batch_size=32, learning_rate=0.05), 5),
-        (task("bytes", "byte_lstm", 45 * long, **text), 14),
-        (task("bytes", "byte_transformer", 45 * long, **text), 12),
-    ]
-    common = {"ranks": RANKS, "samples": 24 if scale.full else 6, "thetas": list(THETAS)}
-    return [
-        Unit(measures.watched, {"task": each, "seed": seed, **common}, {"net": each["net"], "seed": seed}, seconds)
-        for each, seconds in tasks
-        for seed in scale.seeds
-    ]
+    steps = {"resnet20": 36, "digits_net": 90, "fnn3": 90, "byte_lstm": 45, "byte_transformer": 45}
+    tasks = {net: simulate.training(net, scale.steps(count)) for net, count in steps.items()}
+    return [Unit(measures.watched, {"task": task, "ranks": RANKS}, {"net": net}) for net, task in tasks.items()]
 
 
 def schedules(each: Settings) -> dict[str, Settings]:
@@ -110,46 +81,19 @@ def diminishing(each: Settings, theta: float) -> Settings:
 
 def trained(scale: Scale) -> list[Unit]:
     """List trainings with θ by schedule."""
-    steps = 3000 if scale.full else 300
-    tasks = [task("fashion_mnist", net, steps, batch_size=32, learning_rate=0.05) for net in ("fnn3", "lenet5")]
-    if scale.full:
-        tasks.append(task("noisy_digits", "digits_net", steps, batch_size=32, learning_rate=0.02))
+    tasks = {net: simulate.training(net, scale.steps(300)) for net in ("fnn3", "lenet5")}
     return [
-        Unit(
-            simulate.accuracy,
-            {"task": each, "method": method, "ranks": RANKS, "seed": seed},
-            {"net": each["net"], "plan": plan, "seed": seed},
-            seconds=steps / 50,
-        )
-        for each in tasks
-        for plan, method in schedules(each).items()
-        for seed in scale.seeds
+        Unit(simulate.accuracy, {"task": task, "method": plan, "ranks": RANKS}, {"net": net, "method": name})
+        for net, task in tasks.items()
+        for name, plan in schedules(task).items()
     ]
 
 
-def timed(scale: Scale) -> list[Unit]:
+def timed(_: Scale) -> list[Unit]:
     """List the codecs of AlexNet's exchange."""
-    common = {"net": NET, "small": TENSOR, "runs": 7 if scale.full else 3}
     return [
-        Unit(
-            measures.codecs,
-            {"method": method, "seed": seed, **common},
-            {"method": label, "seed": seed},
-            seconds=30 if scale.full else 12,
-            alone=True,
-        )
-        for label, method in EXCHANGED.items()
-        for seed in scale.seeds
-    ]
-
-
-def primitives(scale: Scale) -> list[Unit]:
-    """List the primitives of FFT's codec by size."""
-    common = {"density": 1 - THETA, "rounds": 15 if scale.full else 3}
-    return [
-        Unit(measures.primitives, {"n": n, "seed": seed, **common}, {"n": n, "seed": seed}, 0.5 + n * 1e-6, alone=True)
-        for n in (2**power for power in ((12, 14, 16, 18, 20, 22, 24) if scale.full else (16, 18, 20, 22)))
-        for seed in scale.seeds
+        Unit(measures.codecs, {"net": NET, "small": TENSOR, "method": method}, {"method": name}, alone=True)
+        for name, method in EXCHANGED.items()
     ]
 
 
@@ -158,38 +102,21 @@ def logarithmic(ax: Axes, _: pd.DataFrame) -> None:
     ax.set_yscale("log")
 
 
-# -- claims --------------------------------------------------------------------------------------
-
-
-@PAPER.claim(
-    "F1",
-    "Dropping frequencies errs less than top-k, QSGD and TernGrad do.",
-    units=watched,
-    where="approximation errors of gradients",
-    tested="Gradients of two ranks in dense trainings: ResNet-20 and FNN-3 on Fashion-MNIST, a convolutional net on "
-    "noisy digits, an LSTM and a transformer on Python source. One exchange without feedback, ‖ĝ − ḡ‖/‖ḡ‖ of each "
-    f"tensor of at least {measures.LEAST} elements, at 6 (24 with --full) steps. At equal bytes, FFT writes range "
-    f"floats of 10 bits: top-k gets the bytes of FFT at θ {THETA:g}, and FFT those of the quantizers. At equal θ, "
-    "both send values in full.",
-    rule=f"in every seed, a lower median error in at least {percent(MOST)} of the cells (net, kind of layer, phase of "
-    "training); a verdict for each competitor.",
-)
+@PAPER.claim("F1", "Dropping frequencies errs less than top-k, QSGD and TernGrad do.", watched)
 def errors(rows: pd.DataFrame) -> Verdict:
     """Does FFT err less, by kind of layer and phase?"""
     rows = rows[rows["kind"] == "exchange"].assign(ratio=lambda each: each["fft"] / each["other"])
-    rivals = [*measures.RIVALS, EQUAL]
-    judged = rows[rows["rival"].isin(rivals)]
     place = ["net", "layers", "phase"]
-    lower = judged.groupby(["rival", "seed", *place])["ratio"].median() < 1
-    shares = lower.groupby(["rival", "seed"]).mean()
-    found = {rival: list(shares[rival]) for rival in rivals}
-    cells = judged[place].drop_duplicates()
-    told = ", ".join(f"{rival} {spread(found[rival], percent)}" for rival in rivals)
-    equal = rows[rows["rival"] == EQUAL].groupby(["net", "tensor"])[["ratio", "kurtosis", "correlation"]].median()
+    lower = rows.groupby(["rival", "seed", *place], sort=False)["ratio"].median() < 1
+    shares = lower.groupby(["rival", "seed"], sort=False).mean()
+    found = {rival: list(each) for rival, each in shares.groupby("rival", sort=False)}
+    cells = rows[place].drop_duplicates()
+    told = ", ".join(f"{rival} {spread(each, percent)}" for rival, each in found.items())
+    equal = (
+        rows[rows["rival"] == measures.EQUAL].groupby(["net", "tensor"])[["ratio", "kurtosis", "correlation"]].median()
+    )
     ranked = equal.corr("spearman")["ratio"]
-    usual = rows[rows["rival"] == "top-k, fp32"]
-    by_step = judged.groupby(["net", "rival", "seed", "step"], as_index=False, sort=False)["ratio"].median()
-    table = over_seeds(rows[rows["rival"].str.contains("θ")], ["layers", "rival"], ["fft", "other"])
+    by_step = rows.groupby(["net", "rival", "seed", "step"], as_index=False, sort=False)["ratio"].median()
     return Verdict(
         judge(
             {f"against {rival}": [share >= MOST for share in each] for rival, each in found.items()},
@@ -197,10 +124,8 @@ def errors(rows: pd.DataFrame) -> Verdict:
         ),
         f"Share of the {len(cells)} cells in which FFT errs less than: {told}.",
         {
-            "FFT's error divided by the other's, by kind of layer": over_seeds(judged, ["layers", "rival"], ["ratio"]),
-            "The same in each cell": over_seeds(judged, [*place, "rival"], ["ratio"]),
-            f"FFT's own error, range floats of 10 bits, θ {THETA:g}": over_seeds(usual, place, ["fft"]),
-            "Errors at equal θ, values in full": table,
+            "FFT's error divided by the other's, by kind of layer": over_seeds(rows, ["layers", "rival"], ["ratio"]),
+            "The same in each cell, and both errors": over_seeds(rows, [*place, "rival"], ["ratio", "fft", "other"]),
         },
         plots.lines(by_step, "step", "ratio", "rival", "net", {"ratio": "FFT's error / other's"}, logarithmic),
         "FFT's error divided by each competitor's through training, at equal bytes, and top-k's at equal θ: median of "
@@ -214,19 +139,12 @@ def errors(rows: pd.DataFrame) -> Verdict:
 @PAPER.claim(
     "F2",
     "Training converges with a diminishing θ, stalls with a large constant one, recovers when θ is lowered.",
-    units=trained,
-    where="convergence theorem and experiments with θ",
-    tested=f"FNN-3 and LeNet-5 (with --full a convolutional net on noisy digits, too) on Fashion-MNIST, {RANKS} "
-    "simulated ranks with 32 examples each, 300 steps (3000 with --full), SGD with momentum 0.9, a cosine to zero "
-    f"from 0.05 (0.02), no feedback. θ_t = sqrt(L·η_t) follows it in {STAGES} stages.",
-    rule=f"by held-out accuracy at the end: a constant θ of {LARGE:g} is more than {POINTS:g} point below dense; a "
-    f"diminishing one, which begins there or at {THETA:g}, at most that; lowered to {HALVED:g} halfway, at least "
-    f"{percent(REGAINED)} of what the large one lost is regained.",
+    trained,
 )
 def training(rows: pd.DataFrame) -> Verdict:
     """Does a large θ end worse than dense, does a diminishing one converge, a lower one recover?"""
-    wide = rows.pivot(index=["net", "seed"], columns="plan", values="value")
-    gaps = wide.sub(wide["none"], axis=0)  # NaN if the training diverged
+    rows = against_dense(rows, "net")
+    gaps = rows.pivot(index=["net", "seed"], columns="method", values="gap")
     large, lowered = f"constant {LARGE:g}", f"{LARGE:g}, then {HALVED:g}"
     falling = [f"diminishing from {theta:g}" for theta in (THETA, LARGE)]
     regained = (gaps[lowered] - gaps[large]) / -gaps[large]
@@ -238,9 +156,8 @@ def training(rows: pd.DataFrame) -> Verdict:
         for plan in falling:
             cells[f"θ {plan} converges", words] = list(gaps[plan][net] >= -POINTS)
         cells["a lowered θ recovers", words] = list(regained[net] >= REGAINED)
-    rows = rows.merge(gaps.stack().rename("gap").reset_index(), how="left")
     rows["loss"] = [each[-1] if each else math.nan for each in rows["losses"]]
-    table = over_seeds(rows, ["net", "plan"], ["value", "gap", "loss", "ratio"])
+    table = over_seeds(rows, ["net", "method"], ["value", "gap", "loss", "ratio"])
     losses = rows.assign(part=[list(range(1, len(each) + 1)) for each in rows["losses"]]).explode(["part", "losses"])
     losses = losses.astype({"part": float, "losses": float})
     return Verdict(
@@ -249,25 +166,12 @@ def training(rows: pd.DataFrame) -> Verdict:
         f"{LARGE:g} {spread(gaps[falling[1]])}, from {THETA:g} {spread(gaps[falling[0]])}; lowered from {LARGE:g} to "
         f"{HALVED:g} halfway {spread(gaps[lowered])}, which regains {spread(regained, percent)}.",
         {"Held-out accuracy, %, its gap to dense, the last twentieth's loss, and the compression ratio": table},
-        plots.lines(losses, "part", "losses", "plan", "net", {"part": "twentieth of the training"}, logarithmic),
+        plots.lines(losses, "part", "losses", "method", "net", {"part": "twentieth of the training"}, logarithmic),
         "Training loss with θ by schedule: mean and range of seeds.",
-        "*recovery* is the method's own trigger: the density grows fourfold whenever a step's loss is more than half "
-        "above the best so far. A single step's loss is noisy, so it acts often, and the ratio falls. *feedback* is "
-        "not the paper's: what was not sent is kept and added to the next gradient. Halfway, a fifth of the sum of "
-        "the learning rates is still to come.",
     )
 
 
-@PAPER.claim(
-    "F3",
-    "Range floats err less than other formats of as many bits.",
-    units=watched,
-    where="range-based quantization",
-    tested="The trainings of F1: rank 0's gradients, and the frequencies kept of them, each tensor coded by itself, "
-    "with 6 to 10 bits: range floats, uniform codes, and floats with 3 to 5 bits of exponent (with 8 bits also the "
-    "fp8 of today's hardware). With 16 bits: range floats, bf16 and fp16, not judged.",
-    rule="in every seed, a lower median error in each of the five nets, with 6 to 10 bits.",
-)
+@PAPER.claim("F3", "Range floats err less than other formats of as many bits.", watched)
 def numbers(rows: pd.DataFrame) -> Verdict:
     """Do range floats err less than other formats of as many bits?"""
     rows = rows[rows["kind"] == "format"].astype({"bits": int})
@@ -300,10 +204,6 @@ def numbers(rows: pd.DataFrame) -> Verdict:
         },
         plots.lines(long.replace({"data": DATA}), "bits", "error", "what", "data", {}, logarithmic),
         "Error of number formats on gradients and on kept frequencies, by bits: mean and range of seeds.",
-        "Other floats eEmM are scaled so that the largest value is their largest number, and have subnormal numbers: "
-        "below the smallest exponent they go on in even steps, where a range float has nothing but zero. Gradients "
-        "span many octaves, and most of their values are far below the largest one. A range float chooses its "
-        "mantissa from a sample of the data, one per tensor.",
     )
 
 
@@ -316,19 +216,8 @@ def kind_of(name: str) -> str:
     return "uniform codes" if name == "uniform" else "floats with 4 or 5 bits of exponent"
 
 
-@PAPER.claim(
-    "F4",
-    "AlexNet's exchange is faster than dense, with QSGD, with TernGrad and with top-k.",
-    units=(timed, primitives),
-    where="end-to-end times on 8 GPUs, InfiniBand",
-    tested="AlexNet's tensors (61 million elements). What a rank computes is measured on one core of this machine, on "
-    f"drawn gradients with heavy tails; an exchange among {WORLD} ranks is *predicted* from that by the cost model "
-    "that `python -m experiments scale` uses, for three links, with this codec and with a faster one.",
-    rule="the predicted exchange is shorter with each seed's codec times.",
-    published="On 8 GPUs 2.26 times as fast as dense, 1.31 times as with QSGD, 1.25 times as with TernGrad, 1.47 "
-    "times as with top-k.",
-)
-def alexnet(rows: pd.DataFrame, parts: pd.DataFrame) -> Verdict:
+@PAPER.claim("F4", "AlexNet's exchange is faster than dense, with QSGD, with TernGrad and with top-k.", timed)
+def alexnet(rows: pd.DataFrame) -> Verdict:
     """Is AlexNet's exchange faster with FFT?"""
     fitted = Fitted.open("horovod")
     hosts = {"this core": 1.0, f"a codec {FASTER:g} times as fast": FASTER}
@@ -354,14 +243,12 @@ def alexnet(rows: pd.DataFrame, parts: pd.DataFrame) -> Verdict:
         {
             f"Model, not measured: seconds of AlexNet's exchange among {WORLD} ranks": table,
             "Measured: seconds of a rank's own work with two ranks, and for each further one": work,
-            "Measured: seconds of primitives": over_seeds(parts, ["n", "primitive"], ["seconds"]),
         },
         plots.lines(predicted, "link", "seconds", "method", "host", {"link": ""}, logarithmic),
         "Predicted time of AlexNet's exchange by link, with the codec of one core and with a faster one.",
         "The model's seconds: messages, bytes on the link, collectives, and the codec's measured seconds times the "
         f"fitted factor {number(fitted.constants['codec'])}. Predictions of a method that the fit had not seen are "
-        f"off by {percent(middle)} in the middle. Nothing is hidden behind the backward pass. {FASTER:g} times as "
-        "fast is about what a GPU's memory bandwidth is to one core's: an assumption, no measurement.",
+        f"off by {percent(middle)} in the middle.",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,13 +54,13 @@ def formats() -> list[tuple[int, str, Callable[[Vector], Vector]]]:
     """Return bits, name, and what writes and reads, of each format."""
     made: list[tuple[int, str, Callable[[Vector], Vector]]] = []
     for n in BITS:
-        names = [f"rangefloat{n}", *(f"rangefloat{n}m{m}" for m in range(max(1, n - 6), n - 3))]
-        made += [(n, "uniform", partial(uniform, bits=n)), *((n, name, partial(coded, name=name)) for name in names)]
+        made += [(n, "uniform", partial(uniform, bits=n)), (n, f"rangefloat{n}", partial(coded, name=f"rangefloat{n}"))]
         made += [(n, f"e{e}m{n - 1 - e}", partial(small_float, exponent=e, mantissa=n - 1 - e)) for e in EXPONENTS]
-        if n == 8:
-            made += [(8, "fp8 e4m3", partial(fp8, dtype=torch.float8_e4m3fn))]
-            made += [(8, "fp8 e5m2", partial(fp8, dtype=torch.float8_e5m2))]
-    return [*made, (16, "bf16", partial(coded, name="bf16"))]
+    made += [
+        (8, "fp8 e4m3", partial(fp8, dtype=torch.float8_e4m3fn)),
+        (8, "fp8 e5m2", partial(fp8, dtype=torch.float8_e5m2)),
+    ]
+    return made + [(16, name, partial(coded, name=name)) for name in ("bf16", "fp16", "rangefloat16")]
 
 
 def kept_frequencies(x: Vector, method: FFT) -> Vector:
@@ -75,17 +75,14 @@ def error(xs: Iterable[Vector], change: Callable[[Vector], Vector]) -> float:
     return float(np.sqrt(lost / there))
 
 
-class Statistics(NamedTuple):
-    """What decides whether elements or frequencies are better left out."""
+def statistics_of(x: Vector) -> dict[str, float]:
+    """Return what decides whether elements or frequencies of x [n] are better left out.
 
-    correlation: float
-    """Of neighbours in memory: lag-1 autocorrelation."""
-    kurtosis: float
-    """Of the elements: 3 for a normal distribution, more with heavy tails."""
-
-
-def statistics_of(x: Vector) -> Statistics:
-    """Return those of x [n]."""
+    Returns:
+        ``correlation`` of neighbours in memory (lag-1 autocorrelation), and ``kurtosis`` of the elements: 3 for a
+        normal distribution, more with heavy tails.
+    """
     centred = x - x.mean(dtype=np.float64)
     variance = np.square(centred).mean()
-    return Statistics(float((centred[1:] * centred[:-1]).mean() / variance), float((centred**4).mean() / variance**2))
+    lagged, fourth = (centred[1:] * centred[:-1]).mean(), (centred**4).mean()
+    return {"correlation": float(lagged / variance), "kurtosis": float(fourth / variance**2)}

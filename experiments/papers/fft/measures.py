@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import scipy.fft
 
 from experiments import nets
-from experiments.bench.devices import Cpu
 from experiments.bench.lockstep import PARTS, time_steps
 from experiments.papers import simulate
 from experiments.papers.fft import formats
 from experiments.papers.simulate import Moment
-from hvdcompress import registry
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Context, Sparse, TensorSpec, Workspace
+from hvdcompress.method import TensorSpec
 from hvdcompress.methods.fft import FFT
-from hvdcompress.ops import fast
-from hvdcompress.ops.vectors import Spectra
-from hvdcompress.parts import pack, select
 from hvdcompress.plan import load
 
 Vector = np.ndarray[Any, Any]
@@ -37,6 +30,7 @@ RIVALS: Mapping[str, Settings] = {
     "QSGD, 4 bits": {"method": "qsgd", "bits": 4},
     "TernGrad": {"method": "terngrad", "route": "gather"},
 }
+EQUAL = f"top-k at θ {1 - USUAL:g}"  #: values are sent in full
 FEW, MANY = 2, 8  #: ranks that codecs are timed with
 WARM = 2  #: steps before the first that counts: buffers are made, kernels compiled, thresholds learned
 
@@ -44,7 +38,7 @@ WARM = 2  #: steps before the first that counts: buffers are made, kernels compi
 # -- in a training -------------------------------------------------------------------------------
 
 
-def watched(task: Settings, ranks: int, seed: int, samples: int, thetas: Sequence[float]) -> list[Settings]:
+def watched(task: Settings, ranks: int, seed: int, samples: int = 6) -> list[Settings]:
     """Train dense, and compress the ranks' gradients of some steps by every method, without feedback.
 
     Args:
@@ -52,7 +46,6 @@ def watched(task: Settings, ranks: int, seed: int, samples: int, thetas: Sequenc
         ranks: simulated ones.
         seed: of the training.
         samples: steps that are looked at.
-        thetas: shares of frequencies and of elements that are dropped, values being sent in full.
 
     Returns:
         Records with ``step`` and ``phase``, of two kinds. "exchange": ``tensor``, its ``layers``, ``kurtosis`` and
@@ -70,25 +63,24 @@ def watched(task: Settings, ranks: int, seed: int, samples: int, thetas: Sequenc
             gradients = [each[name] for each in moment.gradients]
             if like.size >= LEAST and np.any(gradients[0]):
                 if name not in networks:
-                    networks[name] = rivals_of(TensorSpec(name, like.shape), ranks, thetas)
+                    networks[name] = rivals_of(TensorSpec(name, like.shape), ranks)
                 place = {"kind": "exchange", "tensor": name, "layers": layers[name]}
                 rows += [{**place, **row} for row in exchanges(networks[name], gradients)]
                 raw.append(np.ascontiguousarray(gradients[0]).ravel())
         kept = [formats.kept_frequencies(x, FFT(density=USUAL)) for x in raw]
-        for bits, name, change in number_formats():
+        for bits, name, change in formats.formats():
             errors = {"raw": formats.error(raw, change), "kept": formats.error(kept, change)}
             rows.append({"kind": "format", "bits": bits, "format": name, **errors})
-        return [{"step": moment.step, "phase": moment.phase, **row} for row in rows]
+        return rows
 
     at = simulate.spread_out(task["steps"], samples)
-    trained = simulate.train(task, {"method": "none"}, ranks, seed, look, at, until=task["steps"])
-    return [row for rows in trained.rows for row in rows]
+    return simulate.train(task, {"method": "none"}, ranks, seed, look, at).rows
 
 
 def exchanges(networks: Mapping[str, tuple[Loopback, Loopback]], gradients: Sequence[Vector]) -> list[Settings]:
     """Exchange one tensor by FFT and by each rival; return errors ‖ĝ − ḡ‖/‖ḡ‖ and bytes, by rival."""
     mean = np.mean(gradients, axis=0, dtype=np.float64)
-    about = formats.statistics_of(np.ascontiguousarray(gradients[0]).ravel())._asdict()
+    about = formats.statistics_of(np.ascontiguousarray(gradients[0]).ravel())
     rows = []
     for rival, pair in networks.items():
         row = {"rival": rival, **about}
@@ -100,8 +92,8 @@ def exchanges(networks: Mapping[str, tuple[Loopback, Loopback]], gradients: Sequ
     return rows
 
 
-def rivals_of(spec: TensorSpec, ranks: int, thetas: Sequence[float]) -> dict[str, tuple[Loopback, Loopback]]:
-    """Return FFT and each rival for a tensor, with densities at which their bytes are equal, or their θ."""
+def rivals_of(spec: TensorSpec, ranks: int) -> dict[str, tuple[Loopback, Loopback]]:
+    """Return FFT and each rival for a tensor, with densities at which their bytes are equal, and top-k at equal θ."""
     plans: dict[str, tuple[Settings, Settings]] = {}
     for name, rival in RIVALS.items():
         fft: Settings = {"method": "fft", "density": USUAL}
@@ -110,9 +102,8 @@ def rivals_of(spec: TensorSpec, ranks: int, thetas: Sequence[float]) -> dict[str
         else:
             fft = matched(fft, spec, num_bytes(rival, spec, ranks), ranks)
         plans[name] = fft, rival
-    for theta in thetas:
-        same = {"density": 1 - theta, "values": "fp32"}
-        plans[f"top-k at θ {theta:g}"] = {"method": "fft", **same}, {"method": "topk", **same}
+    same = {"density": USUAL, "values": "fp32"}
+    plans[EQUAL] = {"method": "fft", **same}, {"method": "topk", **same}
     common = {"min_elements": 1, "feedback": "none"}
     return {
         name: (Loopback({**fft, **common}, ranks), Loopback({**other, **common}, ranks))
@@ -122,20 +113,15 @@ def rivals_of(spec: TensorSpec, ranks: int, thetas: Sequence[float]) -> dict[str
 
 def num_bytes(settings: Settings, spec: TensorSpec, ranks: int) -> int:
     """Return the bytes that a rank passes to its collectives."""
-    return registry.get(settings["method"], **{k: v for k, v in settings.items() if k != "method"}).num_bytes(
-        spec, ranks
-    )
+    return load(settings).program.main.num_bytes(spec, ranks)
 
 
 def matched(settings: Settings, spec: TensorSpec, most: int, ranks: int) -> Settings:
     """Return the settings with the largest density whose payload has at most ``most`` bytes."""
     places = spec.size // 2 + 1 if settings["method"] == "fft" else spec.size
-    low, high = 1, places
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = num_bytes({**settings, "density": density(middle, places)}, spec, ranks) <= most
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return {**settings, "density": density(low, places)}
+    counts = range(1, places + 1)
+    fit = bisect_right(counts, most, key=lambda k: num_bytes({**settings, "density": density(k, places)}, spec, ranks))
+    return {**settings, "density": density(max(fit, 1), places)}
 
 
 def density(k: int, places: int) -> float:
@@ -152,17 +138,10 @@ def layers_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     return found | {name: "early conv" if name in early else "late conv" for name in convolutions}
 
 
-def number_formats() -> list[tuple[int, str, Callable[[Vector], Vector]]]:
-    """Return bits, name, and the rounding of each format: those of ``formats``, and two more of 16 bits."""
-    found = formats.formats()
-    found += [(16, name, partial(formats.coded, name=name)) for name in ("rangefloat16", "fp16")]
-    return [each for each in found if not each[1].startswith(f"rangefloat{each[0]}m")]  # of a chosen mantissa
-
-
 # -- on this machine -----------------------------------------------------------------------------
 
 
-def codecs(net: str, small: str, method: Settings, seed: int, runs: int) -> Settings:
+def codecs(net: str, small: str, method: Settings, seed: int, runs: int = 3) -> Settings:
     """Time a rank's side of an exchange on one core.
 
     Args:
@@ -180,45 +159,9 @@ def codecs(net: str, small: str, method: Settings, seed: int, runs: int) -> Sett
 
     def parts(tensors: nets.Shapes, world_size: int) -> Settings:
         specs = [TensorSpec(name, shape) for name, shape in tensors.items()]
-        spent = time_steps(load(method), specs, world_size, runs, WARM, seed=seed)
-        whole = statistics.median(map(sum, zip(*spent.values(), strict=True)))
-        return {"seconds": whole, **{part: statistics.median(spent[part]) for part in PARTS}}
+        spent = time_steps(load(method), specs, world_size, runs, WARM, seed=seed)[list(PARTS)]
+        return {"seconds": spent.sum(axis=1).median(), **spent.median()}
 
     added = parts(one, MANY)["seconds"] - parts(one, FEW)["seconds"]
     share = nets.total(one) / nets.total(shapes)
     return {**parts(shapes, FEW), "further": max(added, 0.0) / (MANY - FEW) / share}
-
-
-def primitives(n: int, density: float, seed: int, rounds: int) -> list[Settings]:
-    """Time each ``primitive`` of FFT's codec on n Laplace-distributed elements and one core: medians of rounds."""
-    at, method = Cpu(), FFT(density=density)
-    x = np.random.default_rng(seed).laplace(size=n).astype(np.float32)
-    spec = TensorSpec("x", (n,))
-    block, k, packing = method.block_length(n), method.num_kept(spec), method.packing(spec)
-    whole, out = x[: n // block * block].reshape(-1, block), np.empty_like(x)
-    spectrum = scipy.fft.rfft(whole)
-    strengths = np.abs(spectrum).ravel()
-
-    def fresh() -> tuple[Context, Workspace]:
-        return Context(0, 1, 0, spec), Workspace(fast)
-
-    kept = fast.largest_frequencies(x, block, k)
-    payload = pack.encode(Sparse(*kept), packing, *fresh())
-    waves = Spectra([kept], n, block, 1.0, 1.0, float(np.finfo(np.float32).max))
-    calls: dict[str, Callable[[], Any]] = {
-        "copy": lambda: np.copyto(out, x),
-        "rfft": lambda: scipy.fft.rfft(whole),
-        "irfft": lambda: scipy.fft.irfft(spectrum, block),
-        "selection": lambda: select.largest(strengths, [min(k, strengths.size)], *fresh()),
-        "rfft and selection, in pieces": lambda: fast.largest_frequencies(x, block, k),
-        "packing": lambda: pack.encode(Sparse(*kept), packing, *fresh()),
-        "unpacking": lambda: pack.decode(payload, k, packing, fast),
-        "sum and irfft, in pieces": lambda: fast.write(out, waves, 1.0),
-    }
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            _, seconds = at.timed(call)
-            if number:  # in the first round kernels are compiled
-                found[name].append(seconds)
-    return [{"primitive": name, "seconds": statistics.median(each)} for name, each in found.items()]

@@ -34,23 +34,21 @@ Settings = dict[str, Any]
 
 
 def watched(
-    task: Settings, method: Settings, ranks: int, seed: int, samples: int, densities: Sequence[float]
+    task: Settings, method: Settings, ranks: int, seed: int, densities: Sequence[float], samples: int = 30
 ) -> list[Settings]:
     """Train, and describe gradient + residual of one rank (in turns) at some steps, for each tensor and all joined.
 
     Returns:
-        What :func:`describe` says, with step, phase and tensor.
+        What :func:`describe` says, with ``step``, ``phase`` and ``tensor``.
     """
 
     def look(moment: Moment) -> list[Settings]:
         tensors = moment.accumulated(moment.step % ranks)
         vectors = {name: x.ravel() for name, x in tensors.items() if x.size >= LEAST}
         vectors[WHOLE] = np.concatenate([x.ravel() for x in tensors.values()])
-        place = {"step": moment.step, "phase": moment.phase}
-        return [{**place, "tensor": name, **describe(x, densities)} for name, x in vectors.items()]
+        return [{"tensor": name, **describe(x, densities)} for name, x in vectors.items()]
 
-    trained = simulate.train(task, method, ranks, seed, look, simulate.spread_out(task["steps"], samples))
-    return [row for rows in trained.rows for row in rows]
+    return simulate.train(task, method, ranks, seed, look, simulate.spread_out(task["steps"], samples)).rows
 
 
 def describe(x: Vector, densities: Sequence[float]) -> Settings:
@@ -191,7 +189,7 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
     }
 
 
-def times(n: int, density: float, seed: int, draws: str, rounds: int) -> list[Settings]:
+def times(n: int, density: float, seed: int, draws: str, rounds: int = 5) -> list[Settings]:
     """Return seconds of each selector on one core, the medians of rounds in which they take turns.
 
     Args:

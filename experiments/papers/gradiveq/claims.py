@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
+from experiments import nets
 from experiments.cluster.hosts import problem
 from experiments.papers import simulate
-from experiments.papers.claims import Kind, Paper, Scale, Verdict, groups, judge, over_seeds, per_seed, spread
+from experiments.papers.claims import Kind, Paper, Scale, Verdict, judge
+from experiments.papers.frames import against_dense, groups, over_seeds, per_seed, spread
 from experiments.papers.gradiveq import measures, rings
 from experiments.papers.units import Unit
 from experiments.report import plots
@@ -23,28 +26,34 @@ LAYERS = {
     "resnet20": ("4.conv1.weight", "7.conv2.weight", "9.conv2.weight", "11.conv2.weight"),
     "digits_net": ("2.weight", "5.weight"),
 }
-FEW = ("dense", "default", "paper")  #: trainings of the small net with --quick
+CYCLE = (100, 400)  #: Lt and Lc of the paper
+USUAL = {"dense_steps": CYCLE[0], "compressed_steps": CYCLE[1], "every": 8}
+#: the steps of the trainings in which methods are watched, and the windows
+WINDOWS: dict[str, tuple[int, Settings]] = {
+    "lenet5": (900, {"starts": [0, 400], **USUAL}),
+    "resnet20": (200, {"starts": [0, 100], "dense_steps": 40, "compressed_steps": 60, "every": 2}),
+    "digits_net": (1000, {"starts": [200], **USUAL}),
+}
+STEPS = {"lenet5": 400, "digits_net": 600, "resnet20": 200}  #: of trainings that are judged by their accuracy
 SIZES = [0, 64, 192]  #: elements of a slice; 0: the method's own choice
-STAGES = ((16, 16, 10), (32, 16, 1), (32, 32, 9), (64, 32, 1), (64, 64, 9))  #: filters, depth and number of layers
 #: layers whose rings are timed: the 3x3 convolutions of ResNet-32 but the first, the paper's net, and one of VGG's
 RINGS = {
-    "ResNet-32": [[f, d, 3, 3] for f, d, n in STAGES for _ in range(n)],
-    "VGG layer": [[512, 512, 3, 3]],
+    "ResNet-32": [shape for shape in nets.get("resnet32").values() if shape[2:] == (3, 3)][1:],
+    "VGG layer": [(512, 512, 3, 3)],
 }
-LINKS = {None: "shared memory", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
-#: GradiVeQ (elements per component, or 0) and QSGD (bits, or 0) alone and together: all that have a compression ratio
-MIXES = pd.DataFrame(
-    {"ratio": ratio, "elements": elements, "bits": bits}
-    for ratio in (8, 16, 32)
-    for elements in (0, 2, 4, 8, 16, 32)
-    for bits in (0, 2, 4, 8)  # QSGD has no single bit, and with two it is not combined
-    if ratio == (elements or 1) * (32 / bits if bits else 1) and not (elements and bits == 2)
-)
-MIXES["what"] = ["QSGD" if not e else "both" if bits else "GradiVeQ" for _, e, bits in MIXES.itertuples(index=False)]
-MIXES["entry"] = [
-    f"gradiveq {mix.elements}x{f', qsgd{mix.bits}' if mix.bits else ''}" if mix.elements else f"qsgd{mix.bits}"
-    for mix in MIXES.itertuples()
-]
+LINKS = {None: "shared memory, 2 ranks", "100mbit": "100 Mbit/s, 2 ranks", "1gbit": "1 Gbit/s, 2 ranks"}
+#: GradiVeQ (elements per component; 0: without) and QSGD (format of the values), alone and together, by compression
+#: ratio; QSGD has 2 bits at least
+MIXES: dict[int, dict[str, tuple[int, str]]] = {
+    8: {"gradiveq 8x": (8, "fp32"), "qsgd4": (0, "qsgd4"), "gradiveq 2x, qsgd8": (2, "qsgd8")},
+    16: {
+        "gradiveq 16x": (16, "fp32"),
+        "qsgd2": (0, "qsgd2"),
+        "gradiveq 2x, qsgd4": (2, "qsgd4"),
+        "gradiveq 4x, qsgd8": (4, "qsgd8"),
+    },
+    32: {"gradiveq 32x": (32, "fp32"), "gradiveq 4x, qsgd4": (4, "qsgd4"), "gradiveq 8x, qsgd8": (8, "qsgd8")},
+}
 #: the rings of a cycle's dense and compressed steps
 SCHEMES = {
     "8x": ("dense", "gradiveq 8x"),
@@ -52,38 +61,12 @@ SCHEMES = {
     "8x and 8-bit values, 4-bit dense steps": ("qsgd4", "gradiveq 8x, qsgd8"),
     "compressed steps alone": ("", "gradiveq 8x"),
 }
-CYCLE = (100, 400)  #: Lt and Lc of the paper
 CORRELATED = 0.3  #: the largest error of the best basis of rank n/8 for slices that count as correlated
 LASTS = 1.2  #: times the oracle's error that a basis may have while it is used
 POINTS = 1.0  #: of held-out accuracy, which count as no loss
 FASTER = 5.0  #: times, for claims of speed and of the overall compression ratio
 
-PAPER = Paper(
-    "gradiveq",
-    "GradiVeQ",
-    'Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN '
-    'Training", NeurIPS 2018 (arXiv 1811.03617).',
-    "Filters of deep nets are correlated. Around a ring at 100 Mbit/s it is 5 to 15 times as fast, dense steps "
-    "counted. If gradients do not vanish, a basis lasts, and 6.7x overall loses less than a point.",
-    "LeNet-5 loses 2 points. At 1 Gbit/s the ring is 0.8 to 5 times as fast, over shared memory slower than dense. "
-    "With QSGD it errs less, and takes longer.",
-    ["fashion_mnist", "noisy_digits"],
-)
-
-
-# -- units ---------------------------------------------------------------------------------------
-
-
-def task(net: str, scale: Scale) -> Settings:
-    """Return the training of a net."""
-    if net == "digits_net":
-        steps = 3000 if scale.full else 600
-        found = {"task": "noisy_digits", "net": net, "steps": steps, "batch_size": 32, "learning_rate": 0.02}
-    else:
-        steps = {"lenet5": (400, 4000), "resnet20": (200, 900)}[net][scale.full]
-        batch = {"lenet5": (32, 32), "resnet20": (8, 16)}[net][scale.full]
-        found = {"task": "fashion_mnist", "net": net, "steps": steps, "batch_size": batch, "learning_rate": 0.05}
-    return {**found, "warmup_steps": steps // 10}
+PAPER = Paper("gradiveq", ["fashion_mnist", "noisy_digits"])
 
 
 def gradiveq(net: str, dense: int, compressed: int, **more: object) -> Settings:
@@ -92,54 +75,36 @@ def gradiveq(net: str, dense: int, compressed: int, **more: object) -> Settings:
     return found if net == "resnet20" else {**found, "tensors": "all"}
 
 
-def windows(net: str, scale: Scale) -> Settings:
-    """Return a training and the windows in which methods are watched: with the paper's Lt and Lc if time permits."""
-    training = task(net, scale)
-    paper = {"dense_steps": CYCLE[0], "compressed_steps": CYCLE[1], "every": 8}
-    if net == "digits_net":
-        return {"task": {**training, "steps": 1000, "warmup_steps": 100}, "starts": [200], **paper}
-    if scale.full:
-        return {"task": training, "starts": [0, 1200, 2400] if net == "lenet5" else [0, 400], **paper}
-    if net == "lenet5":
-        return {"task": {**training, "steps": 900, "warmup_steps": 90}, "starts": [0, 400], **paper}
-    return {"task": training, "starts": [0, 100], "dense_steps": 40, "compressed_steps": 60, "every": 2}
-
-
-def watched_in(net: str, scale: Scale, **settings: Any) -> list[Unit]:
-    """List a dense training per seed, watched."""
-    common = {**settings, "tensors": list(LAYERS[net]), "ranks": RANKS}
-    labels = [{"net": net, "seed": seed} for seed in scale.seeds]
-    return [Unit(measures.watched, {**common, "seed": each["seed"]}, each, 40) for each in labels]
-
-
 def watched(scale: Scale) -> list[Unit]:
     """List dense trainings during which GradiVeQ reduces the same gradients."""
     units = []
-    for net in LAYERS:
-        found = windows(net, scale)
-        lengths = found["dense_steps"], found["compressed_steps"]
+    for net, (steps, window) in WINDOWS.items():
+        lengths = window["dense_steps"], window["compressed_steps"]
         entries = {"default": gradiveq(net, *lengths), "paper": gradiveq(net, *lengths, paper=True)}
-        units += watched_in(net, scale, **found, sizes=SIZES, entries=entries)
+        moved = {"starts": [scale.steps(start) for start in window["starts"]]}
+        task = simulate.training(net, scale.steps(steps))
+        common = {"ranks": RANKS, "tensors": list(LAYERS[net]), "sizes": SIZES, "entries": entries}
+        units.append(Unit(measures.watched, {"task": task, **window, **moved, **common}, {"net": net}))
     return units
 
 
 def quantized(scale: Scale) -> list[Unit]:
-    """List the same with GradiVeQ, QSGD and both at equal ratios, in the 40 steps after 60 dense ones."""
-    units = []
-    for net in ("lenet5", "resnet20") if scale.full else ("lenet5",):
-        entries: dict[str, Settings] = {}
-        for mix in MIXES.itertuples():
-            more = {"values": f"qsgd{mix.bits}"} if mix.bits else {}
-            own = gradiveq(net, 60, 40, min_rate=mix.elements, lam=0.0, max_samples=512, **more)
-            entries[str(mix.entry)] = own if mix.elements else {"method": "qsgd", "bits": mix.bits}
-        window = {"starts": [200], "dense_steps": 60, "compressed_steps": 40, "every": 2, "sizes": []}
-        units += watched_in(net, scale, **{**windows(net, scale), **window}, entries=entries)
-    return units
+    """List the same of LeNet-5 with GradiVeQ, QSGD and both at equal ratios, in the 40 steps after 60 dense ones."""
+    lenet5, net = watched(scale)[0], "lenet5"
+    entries = {
+        entry: gradiveq(net, 60, 40, min_rate=elements, lam=0.0, max_samples=512, values=values)
+        if elements
+        else {"method": "qsgd", "bits": int(values.removeprefix("qsgd"))}
+        for mixes in MIXES.values()
+        for entry, (elements, values) in mixes.items()
+    }
+    window = {"starts": [200], "dense_steps": 60, "compressed_steps": 40, "every": 2, "sizes": [], "entries": entries}
+    return [replace(lenet5, settings=lenet5.settings | window)]
 
 
-def trainings(net: str, scale: Scale) -> dict[str, Settings]:
+def trainings(net: str, steps: int) -> dict[str, Settings]:
     """Return the methods that are trained with, by name; those with a ratio in their name might reach 5x overall."""
-    tenth, twentieth = task(net, scale)["steps"] // 10, task(net, scale)["steps"] // 20
+    tenth, twentieth = steps // 10, steps // 20
 
     def plan(warm: int, compressed: int, **more: object) -> Settings:
         # a basis is not fitted again when the learning rate has halved: in a cosine, most late steps would be dense
@@ -149,7 +114,7 @@ def trainings(net: str, scale: Scale) -> dict[str, Settings]:
     mild: Settings = {"min_rate": 2.0, "lam": 0.0, "values": "qsgd8"}
     bits: Settings = {"dense_values": "qsgd4"}
     return {
-        "dense": {"method": "none"},
+        "none": {"method": "none"},
         "default": plan(tenth, 4 * tenth),
         "paper": plan(tenth, 4 * tenth, paper=True),
         "default, trained again as the rate falls": plan(tenth, 4 * tenth, retrain_drop=0.5),
@@ -165,56 +130,27 @@ def trainings(net: str, scale: Scale) -> dict[str, Settings]:
 
 def trained(scale: Scale) -> list[Unit]:
     """List dense trainings and those with GradiVeQ; ResNet-20 takes too long for short ones."""
+    short = ("lenet5", "digits_net")
+    tasks = {net: simulate.training(net, scale.steps(STEPS[net])) for net in (STEPS if scale.full else short)}
     return [
-        Unit(
-            simulate.accuracy,
-            {"task": task(net, scale), "method": method, "ranks": RANKS, "seed": seed},
-            {"net": net, "method": name, "seed": seed},
-            seconds=100 if scale.full else 10,
-        )
-        for net in (LAYERS if scale.full else ("lenet5", "digits_net"))
-        for name, method in trainings(net, scale).items()
-        if not (scale.few and net == "digits_net") or name in FEW
-        for seed in scale.seeds
+        Unit(simulate.accuracy, {"task": task, "method": method, "ranks": RANKS}, {"net": net, "method": name})
+        for net, task in tasks.items()
+        for name, method in trainings(net, task["steps"]).items()
     ]
 
 
-def timed(scale: Scale) -> list[Unit]:
+def timed(_: Scale) -> list[Unit]:
     """List rings over every link; over those of emulated hosts if hosts can be emulated."""
-    every = {mix.entry: [mix.elements, f"qsgd{mix.bits}" if mix.bits else "fp32"] for mix in MIXES.itertuples()}
-    common = {"rounds": 2 if scale.few else 15 if scale.full else 3, "rings": {"dense": [0, "fp32"], **every}}
+    mixes = {name: mix for mixes in MIXES.values() for name, mix in mixes.items()}
+    common = {"ranks": RANKS, "rings": {"dense": (0, "fp32"), **mixes}}
+    links = LINKS if problem() is None else (None,)
     return [
-        Unit(
-            rings.timed,
-            {"layers": layers, "ranks": ranks, "rate": rate, "seed": seed, **common},
-            {"net": net, "link": f"{LINKS[rate]}, {ranks} ranks", "seed": seed},
-            seconds=12,
-            alone=True,
-        )
-        for net, layers in RINGS.items()
-        for ranks in ((2, 4) if scale.full else (2,))
-        for rate in (LINKS if problem() is None else (None,))
-        for seed in scale.seeds
+        Unit(rings.timed, {"layers": RINGS[net], "rate": rate, **common}, {"net": net, "link": LINKS[rate]}, alone=True)
+        for net, rate in product(RINGS, links)
     ]
 
 
-# -- claims --------------------------------------------------------------------------------------
-
-
-@PAPER.claim(
-    "V1",
-    "Slices of a convolution's gradient are strongly linearly correlated.",
-    units=watched,
-    where="the PCA spectrum of gradient slices",
-    tested=f"{RANKS} simulated ranks, SGD with momentum 0.9. LeNet-5 (32 examples per rank) and ResNet-20 (8) on "
-    "Fashion-MNIST at a learning rate of 0.05; `digits_net` (32) at 0.02 on digits, a fifth of whose labels are "
-    "random, so that gradients do not vanish. All matrices are compressed, of ResNet-20 the convolutions. Trained "
-    "dense; meanwhile methods see the same gradients in windows of Lt = 100 dense and Lc = 400 compressed steps: of "
-    "LeNet-5 from steps 0 and 400 of 900, of `digits_net` from step 200 of 1000; of ResNet-20 with Lt = 40 and Lc = "
-    "60 from steps 0 and 100 of 200. The best basis of rank n/8 for all slices of size n in a window (an oracle: "
-    "without a mean, of the very slices that it is judged by). LeNet-5's two matrices are not judged.",
-    rule=f"what the basis leaves, ‖g − UUᵀg‖/‖g‖, is below {CORRELATED:g} in every window.",
-)
+@PAPER.claim("V1", "Slices of a convolution's gradient are strongly linearly correlated.", watched)
 def correlated(rows: pd.DataFrame) -> Verdict:
     """Do slices fit into an eighth of their dimensions?"""
     rows = rows[rows["kind"] == "spectrum"]
@@ -242,20 +178,10 @@ def correlated(rows: pd.DataFrame) -> Verdict:
         {"Error of the best basis": table},
         drawn,
         "The error of the best basis of rank n/8, by slice size: mean and range of layers, windows and seeds.",
-        "A basis fits few slices well whatever they are; shuffled elements show how much of the fit that explains. "
-        f"Sizes are left out if a layer has not {measures.ENOUGH} times as many slices as the basis has vectors.",
     )
 
 
-@PAPER.claim(
-    "V2",
-    "A basis from Lt dense steps serves the Lc steps that follow.",
-    units=watched,
-    where="the training of the compressor, with Lt = 100 and Lc = 400",
-    tested="Nets and windows of V1. Errors of GradiVeQ with the default and with the paper's settings, without "
-    "feedback.",
-    rule=f"the median error over steps is at most {LASTS:g} times the oracle's (median of the layers).",
-)
+@PAPER.claim("V2", "A basis from Lt dense steps serves the Lc steps that follow.", watched)
 def carries(rows: pd.DataFrame) -> Verdict:
     """Is a basis of the dense steps as good as the oracle's in the steps that follow?"""
     # where a layer has too few slices for a spectrum, the oracle's basis would fit each of them
@@ -276,17 +202,18 @@ def carries(rows: pd.DataFrame) -> Verdict:
         f"{net}, dense from step {start:g} on, {entry}": [ratio <= LASTS for ratio in each]
         for (net, start, entry), each in ratios.items()
     }
+    steps = found.explode(["ages", "errors"]).astype({"ages": int, "errors": float})
+    steps["window"] = steps["net"] + ", dense from step " + steps["start"].astype(str)
+    steps = steps.groupby(["window", "seed", "entry", "ages"], as_index=False, sort=False)["errors"].median()
+    labels = {"ages": "steps after the fit", "errors": "‖ĝ − ḡ‖/‖ḡ‖"}
     best = min(pd.Series(each).median() for each in ratios.values())
     late = [f"{spread(each)} for {net} with {entry} settings" for (net, start, entry), each in ratios.items() if start]
     return Verdict(
         judge(cells, f"the error is at best {number(best)} times the oracle's"),
         f"Error over the oracle's, windows in the middle of training: {', '.join(late)}.",
         {"Medians over steps and layers": over_seeds(medians, by, ["error", "oracle", "ratio"])},
-        over_time(found),
+        plots.lines(steps, "ages", "errors", "entry", "window", labels, lambda ax, _: ax.set_ylim(0, 1.5)),
         "Errors of steps after the dense ones, median of the layers, compared with the oracle's.",
-        "The oracle is the best basis of rank n/8 for the very steps that are looked at. One slice per dense step, as "
-        "in the paper, gives at most Lt − 1 components, which may be fewer. Dense from step 0 on, gradients shrink "
-        "with every step, and the basis fits the first few.",
     )
 
 
@@ -295,47 +222,26 @@ def with_medians(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(error=[pd.Series(each).median() for each in rows["errors"]])
 
 
-def over_time(found: pd.DataFrame) -> Figure:
-    """Draw the errors of each step after the dense ones, a panel per window."""
-    steps = found.explode(["ages", "errors"]).astype({"ages": int, "errors": float})
-    steps["window"] = steps["net"] + ", dense from step " + steps["start"].astype(str)
-    medians = steps.groupby(["window", "seed", "entry", "ages"], as_index=False, sort=False)["errors"].median()
-    labels = {"ages": "steps after the fit", "errors": "‖ĝ − ḡ‖/‖ḡ‖"}
-    return plots.lines(medians, "ages", "errors", "entry", "window", labels, lambda ax, _: ax.set_ylim(0, 1.5))
-
-
-@PAPER.claim(
-    "V3",
-    "Training loses no accuracy at 8x.",
-    units=trained,
-    where="convergence of ResNet-32 on CIFAR-100",
-    tested="The nets and data of V1, ResNet-20 with --full alone. 400 steps of LeNet-5 (4000 with --full) and 600 of "
-    "`digits_net` (3000), compressed from at most a fifth of the training on; the same learning rate for all of a net.",
-    rule=f"it ends at most {POINTS:g} point of held-out accuracy below dense.",
-    published="Top-1 accuracy falls from 0.676 to 0.666.",
-)
+@PAPER.claim("V3", "Training loses no accuracy at 8x.", trained)
 def training(rows: pd.DataFrame) -> Verdict:
     """Does compressing from a fifth of the training on cost accuracy?"""
-    dense = rows[rows["method"] == "dense"].set_index(["net", "seed"])["value"].rename("dense")
-    rows = rows.join(dense, on=["net", "seed"])
-    rows["gap"] = rows["value"] - rows["dense"]  # NaN if the training diverged
+    rows = against_dense(rows, "net")
     gaps = {place: list(some["gap"]) for place, some in groups(rows, "net", "method")}
-    nets = list(dict.fromkeys(rows["net"]))
-    both = [(net, method) for net in nets for method in ("default", "paper")]
+    names = list(dict.fromkeys(rows["net"]))
+    both = [(net, method) for net in names for method in ("default", "paper")]
     cells = {", ".join(place): [gap >= -POINTS for gap in gaps[place]] for place in both}
-    told = {method: "; ".join(f"{spread(gaps[net, method])} for {net}" for net in nets) for _, method in both[:2]}
+    told = {method: "; ".join(f"{spread(gaps[net, method])} for {net}" for net in names) for _, method in both[:2]}
     table = over_seeds(rows, ["net", "method"], ["value", "gap", "wire"])
+    sparse = rows[rows["method"] != "none"]
+    labels = {"wire": "overall compression ratio", "gap": "points against dense"}
     return Verdict(
         judge(cells, f"with both settings at least one seed loses more than {POINTS:g} point"),
         f"Against dense, in points: default settings {told['default']}; the paper's {told['paper']}. The highest "
         f"ratio of {FASTER:g}x at least overall, dense steps counted, within {POINTS:g} point in every seed: "
-        f"{'; '.join(fastest(rows[rows['net'] == net], net) for net in nets)}.",
+        f"{'; '.join(fastest(rows[rows['net'] == net], net) for net in names)}.",
         {"Held-out accuracy, %, its gap to dense, and the overall ratio": table},
-        tradeoff(rows[rows["method"] != "dense"]),
+        plots.lines(sparse, "wire", "gap", "method", "net", labels, _limits, "o", height=3.6, share_y=True),
         "Points against the same seed's dense training by the overall compression ratio, one per training.",
-        "“default” and “paper” repeat a tenth of the training dense (Lt) and four tenths compressed (Lc), “refreshed” "
-        "a twentieth and four twentieths; the others keep one basis to the end. At 8x that is 3.33x overall, whatever "
-        f"the network: {FASTER:g}x needs quantized or fewer dense steps, or a higher ratio.",
     )
 
 
@@ -352,17 +258,9 @@ def fastest(rows: pd.DataFrame, net: str) -> str:
     return f"{net} with “{name}”, {rate_of(float(within['wire'][name]))} at {gaps} points"
 
 
-def tradeoff(rows: pd.DataFrame) -> Figure:
-    """Draw the gap to dense against the overall compression ratio, a panel per net, a point per training."""
-    drawn, axes = plots.figure(rows["net"].nunique(), height=3.6, share_y=True)
-    for ax, (net, some) in zip(axes, rows.groupby("net", sort=False), strict=True):
-        for method, each in some.groupby("method", sort=False):
-            ax.plot(each["wire"], each["gap"], "o", markersize=4, label=method)
-        ax.axhline(-POINTS, color="0.6", lw=1)
-        ax.axvline(FASTER, color="0.6", lw=1)
-        ax.set(title=str(net), xlabel="overall compression ratio", ylabel="points against dense")
-    drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    return drawn
+def _limits(ax: Axes, _: pd.DataFrame) -> None:
+    ax.axhline(-POINTS, color="0.6", lw=1)
+    ax.axvline(FASTER, color="0.6", lw=1)
 
 
 def cycles(rows: pd.DataFrame) -> pd.DataFrame:
@@ -376,17 +274,7 @@ def cycles(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found).melt(var_name="scheme", value_name="speed-up", ignore_index=False).reset_index()
 
 
-@PAPER.claim(
-    "V4",
-    "Around the ring, aggregation is more than 5 times as fast, dense steps counted.",
-    units=timed,
-    where="aggregation time around the ring",
-    tested="The pipelined ring (Algorithm 1) over MPI, 2 ranks (with --full 4, too) on emulated hosts with links of "
-    "100 Mbit/s and 1 Gbit/s (left out if hosts cannot be emulated), and over shared memory; the layers of ResNet-32, "
-    "and one of VGG's (512 filters of 512×3×3).",
-    rule=f"a cycle, its dense steps and its fit counted, is at least {FASTER:g} times as fast as dense steps.",
-    published="500 iterations of ResNet-32 on 6 CPU nodes take 162 s, not 850 s; a training, 46 to 50 % less time.",
-)
+@PAPER.claim("V4", "Around the ring, aggregation is more than 5 times as fast, dense steps counted.", timed)
 def aggregation(rows: pd.DataFrame) -> Verdict:
     """Is a whole cycle around the ring more than five times as fast as dense steps?"""
     found = cycles(rows)
@@ -396,8 +284,6 @@ def aggregation(rows: pd.DataFrame) -> Verdict:
     net, link, scheme = max(judged, key=lambda place: pd.Series(judged[place]).median())
     best = spread(judged[net, link, scheme], rate_of)
     plain = max(pd.Series(each).median() for place, each in judged.items() if place[2] == "8x")
-    steps = over_seeds(rows, ["net", "link", "ring", "sent"], ["seconds"])
-    drawn = plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""}, columns=1)
     fits = ", ".join(f"{spread(some['fit'], seconds_of)} ({each})" for (each,), some in groups(rows, "net"))
     return Verdict(
         judge(cells, f"the fastest cycle is {best} as fast as dense"),
@@ -405,34 +291,26 @@ def aggregation(rows: pd.DataFrame) -> Verdict:
         f"they are {rate_of(plain)} at most.",
         {
             "Times faster than the dense ring, measured": over_seeds(found, ["net", "scheme", "link"], ["speed-up"]),
-            "One step of each ring, layer after layer": steps,
+            "One step of each ring": over_seeds(rows, ["net", "link", "ring", "sent"], ["seconds"]),
         },
-        drawn,
+        plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""}, columns=1),
         "Speed-up of a cycle over the dense ring, by link: mean and range of seeds.",
-        f"With dense steps as they are no cycle can be more than {number(sum(CYCLE) / CYCLE[0])} times as fast, and "
-        f"at 8x {number(sum(CYCLE) / (CYCLE[0] + CYCLE[1] / 8))} times. The fit of all bases, once a cycle, takes the "
-        f"busiest rank {fits}; it is part of the cycle, the broadcast of its result is not. Each layer is a ring of "
-        "its own: with many small layers the messages decide, not the bytes.",
+        f"The fit of all bases, once a cycle, takes the busiest rank {fits}.",
     )
 
 
-@PAPER.claim(
-    "V5",
-    "With QSGD it is better than either alone at an equal compression ratio.",
-    units=(quantized, timed),
-    where="GradiVeQ combined with QSGD",
-    tested="Errors of LeNet-5's layers as in V1, in the 40 steps after 60 dense ones from step 200 on, the basis from "
-    "512 slices; times of the rings of V4. Without feedback; every slice keeps exactly its share (λ = 0).",
-    rule="at least one combination of the ratio has a lower error and a shorter step than each alone.",
-)
+@PAPER.claim("V5", "With QSGD it is better than either alone at an equal compression ratio.", quantized, timed)
 def together(rows: pd.DataFrame, ring: pd.DataFrame) -> Verdict:
     """At an equal compression ratio, are both together better than either alone, in error and in time?"""
-    found = with_medians(rows[rows["entry"].isin(MIXES["entry"])].merge(MIXES, on="entry"))
+    found = with_medians(rows[~rows["entry"].str.startswith("oracle")])
     errors = found.groupby(["entry", "seed"])["error"].median().unstack("entry")  # the median of the layers
-    names = {place: list(some["entry"]) for place, some in MIXES.groupby([MIXES["ratio"], MIXES["what"] == "both"])}
-    cells, lower = {}, []
-    for ratio in dict.fromkeys(MIXES["ratio"]):
-        both, alone = names[ratio, True], names[ratio, False]
+    cells, lower, kinds = {}, [], []
+    for ratio, mixes in MIXES.items():
+        both = [entry for entry, (elements, values) in mixes.items() if elements and values != "fp32"]
+        alone = [entry for entry in mixes if entry not in both]
+        for entry, (elements, _) in mixes.items():
+            what = "both" if entry in both else "GradiVeQ" if elements else "QSGD"
+            kinds.append({"entry": entry, "ratio": ratio, "what": what})
         for (net, link), some in groups(ring, "net", "link"):
             seconds = some.pivot(index="seed", columns="ring", values="seconds")
             lower_error = errors[both].lt(errors[alone].min(axis=1), axis=0)
@@ -445,7 +323,7 @@ def together(rows: pd.DataFrame, ring: pd.DataFrame) -> Verdict:
         told = f"its error alone is the lower {', '.join(lower)}, but quantizing takes time"
         outcome = replace(outcome, because=f"{outcome.because}; {told}")
     at8 = [spread(errors[name]) for name in ("gradiveq 8x", "qsgd4", "gradiveq 2x, qsgd8")]
-    drawn = errors.melt(ignore_index=False, value_name="error").reset_index().merge(MIXES, on="entry")
+    drawn = errors.melt(ignore_index=False, value_name="error").reset_index().merge(pd.DataFrame(kinds))
     drawn = drawn.merge(found.groupby("entry", as_index=False)["wire"].median())
     return Verdict(
         outcome,
@@ -457,6 +335,4 @@ def together(rows: pd.DataFrame, ring: pd.DataFrame) -> Verdict:
         },
         plots.lines(drawn, "ratio", "error", "what", None, {"ratio": "compression ratio of compressed steps"}),
         "Errors of GradiVeQ, of QSGD and of both together, at equal ratios: mean and range of seeds and combinations.",
-        "At 32x QSGD has no counterpart, as it has 2 bits at least. Errors of both are those of the method, whose "
-        "sums are quantized twice; around the ring they are quantized at every hop, which is the same for 2 ranks.",
     )

@@ -31,8 +31,8 @@ def timed(
     ranks: int,
     rate: str | None,
     seed: int,
-    rounds: int,
     rings: Mapping[str, tuple[float, str]],
+    rounds: int = 3,
 ) -> list[dict[str, Any]]:
     """Time rings of dense and of compressed steps (the paper's Algorithm 1) in random turns, one ring per layer.
 
@@ -41,8 +41,8 @@ def timed(
         ranks: processes; with a rate, each on an emulated host.
         rate: of the links, such as "100mbit"; None for shared memory.
         seed: of the vectors.
-        rounds: timed rounds of all rings, after one that is not timed.
         rings: by name, elements per component of GradiVeQ (0: dense steps), and the number format of the values.
+        rounds: timed rounds of all rings, after one that is not timed.
 
     Returns:
         A record per ``ring``: ``seconds`` of a step, the median of rounds; ``sent``, bytes that a rank sends in it;

@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from experiments.papers.claims import Paper, Verdict, exploded, groups, judge, over_seeds, per_seed, spread
-from experiments.papers.scalecom import measures, settings
+from experiments.papers.claims import Paper, Verdict, judge
+from experiments.papers.frames import against_dense, exploded, groups, over_seeds, per_seed, spread
+from experiments.papers.scalecom import settings
 from experiments.report import plots
 from experiments.report.numbers import number, percent, rate_of
 
@@ -18,44 +19,18 @@ BITS, POINTS = 0.05, 0.5  #: bits per byte and points of accuracy that count as 
 LARGE_POINTS = 1.0  #: of accuracy, with many workers
 LEAST_RATIOS = {"48x": 40.0, "over 100x": 100.0}  #: with what stays dense, for the ratio's claim to be judged
 SLOPES = 0.1  #: by which an exponent may differ from the dense one's
-PAPER = Paper(
-    "scalecom",
-    "ScaleCom",
-    'Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed '
-    'Training", NeurIPS 2020 (arXiv 2104.11125).',
-    "Traffic does not grow with ranks. It converges as dense SGD does. Its filter saves trainings at four times the "
-    "learning rate.",
-    "Ranks' residuals are not alike enough. With the filter, large batches end 3 to 6 points below dense, with "
-    "momentum adapted 0.2 to 3.4. At 48x exact selection loses 0.9 to 4.9 points on pictures (medians), with momentum "
-    "adapted 0.2 to 2.4; then 4 of 42 settings are as good as dense by the rule.",
-    ["fashion_mnist", "noisy_digits", "bytes"],
-)
+PAPER = Paper("scalecom", ["fashion_mnist", "noisy_digits", "bytes"])
 
 
-# -- S1, S2, S3: the ranks' residuals and the leader's selection ------------------------------------
-
-
-@PAPER.claim(
-    "S1",
-    "The ranks' residuals are alike, so that one rank's selection serves all.",
-    units=settings.watched,
-    where="Fig. 2 and assumption A1",
-    tested="FNN-3 and LeNet-5 on Fashion-MNIST, 4 simulated ranks with 32 examples each, 100 steps at k/n = 1 % (with "
-    "--full 800, and also 8 examples), SGD with momentum 0.9. At 10 (50) of the steps, of all tensors of at least "
-    f"{measures.LEAST} elements: the mean cosine distance of all pairs of residuals; the squares of the ranks' mean "
-    "gradient + residual at the leader's positions, in those at the k best.",
-    rule=f"distance below {NEAR:g} and share above {ENERGY:g}, each in at least {percent(OFTEN)} of the steps.",
-)
+@PAPER.claim("S1", "The ranks' residuals are alike, so that one rank's selection serves all.", settings.watched)
 def alike(rows: pd.DataFrame) -> Verdict:
     """Judge the distance between residuals, and the leader's share of the best energy."""
     rows = rows.assign(near=(rows["distance"] < NEAR) * 1.0, enough=(rows["share"] > ENERGY) * 1.0)
-    places = ["net", "batch", "rate", "select", "β"]
+    places = ["net", "rate", "select", "β"]
     shares = rows.groupby([*places, "seed"], sort=False)[["near", "enough"]].mean().reset_index()
     cells = {
-        f"{net}, batch {batch}, learning rate {rate:g}, {select}, β {beta:g}": list(
-            some[["near", "enough"]].min(axis=1) >= OFTEN
-        )
-        for (net, batch, rate, select, beta), some in groups(shares, *places)
+        f"{net}, learning rate {rate:g}, {select}, β {beta:g}": list(some[["near", "enough"]].min(axis=1) >= OFTEN)
+        for (net, rate, select, beta), some in groups(shares, *places)
     }
     told = "; ".join(
         f"{select}: distance {spread(per_seed(some, 'distance'))}, share {spread(per_seed(some, 'share'))}"
@@ -65,7 +40,7 @@ def alike(rows: pd.DataFrame) -> Verdict:
         f"no condition has both in {percent(OFTEN)} of the steps of every seed: of all steps, "
         f"{100 * rows['near'].mean():.0f} % have the distance and {100 * rows['enough'].mean():.0f} % the share"
     )
-    long = rows[rows["batch"] == 32].melt([*places, "step"], ["distance", "share"], var_name="what")
+    long = rows.melt([*places, "step"], ["distance", "share"], var_name="what")
     drawn = plots.lines(
         long.assign(
             setting=long["select"] + ", β " + long["β"].map("{:g}".format),
@@ -94,19 +69,14 @@ def alike(rows: pd.DataFrame) -> Verdict:
 
 
 @PAPER.claim(
-    "S2",
-    "A low-pass filter on the residual makes residuals more alike at a large learning rate.",
-    units=settings.watched,
-    where="Fig. 2 and eq. 5",
-    tested="In the trainings of S1, the distance at β = 0.1 against that at β = 1.",
-    rule="smaller in every seed at the largest learning rate.",
+    "S2", "A low-pass filter on the residual makes residuals more alike at a large learning rate.", settings.watched
 )
 def filtered(rows: pd.DataFrame) -> Verdict:
     """Judge the distance between residuals with the filter against that without it."""
-    places = ["net", "select", "batch", "rate"]
+    places = ["net", "select", "rate"]
     wide = rows.pivot_table("distance", [*places, "seed"], "β", "median", sort=False).dropna()  # seen with both β
     wide["change"] = wide[0.1] - wide[1.0]
-    largest = max(rate for _, rate in settings.WATCHED)
+    largest = max(settings.RATES)
     changes = wide.xs(largest, level="rate")["change"]
     cells = {
         f"{net}, {select}": list(some < 0) for (net, select), some in changes.groupby(["net", "select"], sort=False)
@@ -124,10 +94,7 @@ def filtered(rows: pd.DataFrame) -> Verdict:
     "S3",
     "The leader's selection contracts: with d of k positions missed it leaves at most d/k + (1 − d/k)·γ0, γ0 being "
     "what the best selection leaves.",
-    units=settings.watched,
-    where="Lemma 1",
-    tested="In the trainings of S1, what the leader's positions leave of the ranks' mean, each tensor by itself.",
-    rule="never above the bound.",
+    settings.watched,
 )
 def lemma(rows: pd.DataFrame) -> Verdict:
     """Judge what the leader's selection leaves against Lemma 1's bound."""
@@ -139,52 +106,32 @@ def lemma(rows: pd.DataFrame) -> Verdict:
         f"{net}, {select}": list(~some.groupby("seed")["above"].any())
         for (net, select), some in groups(rows, "net", "select")
     }
-    table = over_seeds(rows, ["net", "select"], ["missed", "left", "bound", "slack"])
-    counted = rows.groupby(["net", "select"], sort=False)["above"]
-    drawn, (ax,) = plots.figure(height=3.4)
-    for select, some in rows.groupby("select", sort=False):
-        ax.plot(some["bound"], some["left"], ".", markersize=2.5, label=select)
-    ax.plot([0, 1], [0, 1], "k", lw=1, label="the bound")
-    ax.set(xlabel="d/k + (1 − d/k)·γ0", ylabel="‖ȳ − CLT(ȳ)‖²/‖ȳ‖²")
-    ax.legend()
+    counted = rows.groupby(["net", "select"])["above"].agg(vectors="size", above="sum").reset_index()
+    table = over_seeds(rows, ["net", "select"], ["missed", "left", "bound", "slack"]).merge(counted)
+    labels = {"bound": "d/k + (1 − d/k)·γ0", "left": "‖ȳ − CLT(ȳ)‖²/‖ȳ‖²"}
     return Verdict(
         judge(cells, f"the bound is broken {rows['above'].sum()} times in {len(rows)}"),
         f"{rows['above'].sum()} of {len(rows)} vectors are above the bound; slack {spread(per_seed(rows, 'slack'))}.",
-        {
-            "d/k, and what is left of the ranks' mean": table.assign(
-                vectors=counted.size().to_numpy(), above=counted.sum().to_numpy()
-            )
-        },
-        drawn,
+        {"d/k, and what is left of the ranks' mean": table},
+        plots.lines(rows, "bound", "left", "select", None, labels, _diagonal, "."),
         "What the leader's selection leaves of the ranks' mean against Lemma 1's bound: below the line it holds.",
-        "It can be broken where the missed positions hold more than d/k of the energy of the k best.",
     )
 
 
-# -- S4: many workers ------------------------------------------------------------------------------
+def _diagonal(ax: Axes, _: pd.DataFrame) -> None:
+    ax.plot([0, 1], [0, 1], "k", lw=1, label="the bound")
 
 
 @PAPER.claim(
-    "S4",
-    "At a large batch and a learning rate scaled up, the filter saves convergence.",
-    units=settings.large,
-    where="large-batch experiments",
-    published="ResNet-50 on ImageNet, 64 workers, 96x: 76.47 → 75.90 %.",
-    tested="FNN-3 on Fashion-MNIST, 16 and 64 simulated workers (--quick: 16) with 8 examples each, k/n = 1 % in "
-    "chunks, 100 steps (800 with --full), learning rates 0.05 and 0.2, β 1, 0.3 and 0.1.",
-    rule=f"at four times the learning rate β = 0.1 ends above β = 1, and within {LARGE_POINTS:g} point of dense at the "
-    "rate that serves dense better.",
-    trains=True,
+    "S4", "At a large batch and a learning rate scaled up, the filter saves convergence.", settings.large, trains=True
 )
 def large_batch(rows: pd.DataFrame) -> Verdict:
     """Judge trainings of many workers at four times the learning rate."""
     times, cells, told = max(settings.FACTORS), {}, []
-    dense = rows[rows["method"] == "none"].groupby(["workers", "seed"])["value"].max()  # at x4 it may fail by itself
-    rows = rows.join(dense.rename("dense"), on=["workers", "seed"])
-    rows["gap"] = rows["value"] - rows["dense"]
+    rows = against_dense(rows, "workers")  # the better of two dense ones, as at x4 it may fail by itself
     for (workers,), some in groups(rows, "workers"):
         wide = some.pivot(index="seed", columns=["factor", "method"], values="value")
-        best, plain, most = wide[times, "β 0.1"], wide[times, "β 1"], dense[workers]
+        best, plain, most = wide[times, "β 0.1"], wide[times, "β 1"], some.groupby("seed")["dense"].first()
         # a training that diverged is worse than any other
         cells[f"{workers} workers: β 0.1 above β 1 at x{times}"] = list((best > plain) | (best.notna() & plain.isna()))
         cells[f"{workers} workers: β 0.1 at x{times} within {LARGE_POINTS:g} point of the best dense"] = list(
@@ -194,53 +141,29 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
         diverged = f" (β 1 diverged in {lost} of {len(plain)} seeds)" if lost else ""
         gain = f"with {workers} workers {spread((best - plain).dropna())} against β 1{diverged}"
         told.append(f"{gain} and {spread(best - most)} against the best dense")
-    drawn = plots.lines(
-        rows.assign(panel=rows["workers"].astype(str) + " workers"),
-        "factor",
-        "value",
-        "method",
-        panel="panel",
-        labels={"factor": "learning rate in units of 0.05", "value": "held-out accuracy, %"},
-        decorate=lambda ax, _: ax.set_xticks(settings.FACTORS),
-        share_y=True,
-    )
+    table = over_seeds(rows, ["workers", "factor", "method"], ["value", "gap"])
+    rows = rows.assign(panel=rows["workers"].astype(str) + " workers")
+    labels = {"factor": "learning rate in units of 0.05", "value": "held-out accuracy, %"}
     return Verdict(
         judge(cells, "β 0.1 is neither above β 1 in every seed nor within a point of dense"),
         f"β 0.1 at {times} times the learning rate, in points: {'; '.join(told)}.",
-        {
-            "Held-out accuracy, %, and its gap to the best dense": over_seeds(
-                rows, ["workers", "factor", "method"], ["value", "gap"]
-            )
-        },
-        drawn,
+        {"Held-out accuracy, %, and its gap to the best dense": table},
+        plots.lines(rows, "factor", "value", "method", "panel", labels, _ticks, share_y=True),
         "Held-out accuracy by workers, learning rate and β: mean and range over seeds; trainings that diverged are "
         "missing.",
     )
 
 
-# -- S5: no loss -----------------------------------------------------------------------------------
+def _ticks(ax: Axes, _: pd.DataFrame) -> None:
+    ax.set_xticks(settings.FACTORS)
 
 
-@PAPER.claim(
-    "S5",
-    "Models train without loss at 47x to 65x and at more than 100x.",
-    units=settings.trained,
-    where="Tables 2 and 3",
-    published="ResNet-34 on CIFAR-10, 4 workers, 92x: 93.78 → 93.98 %; ResNet-18 on ImageNet, 8 workers, 112x: 70.48 → "
-    "70.17 %; ResNet-50, 96x: 76.44 → 75.99 %; MobileNetV2, 155x: 71.64 → 71.52 %; a transformer, 47x to 65x: 27.64 → "
-    "27.27 BLEU.",
-    tested="Four trainings on pictures (300 steps of 64 examples, 2400 with --full) and three on text (500; 2500; "
-    "fewer settings): a transformer whose averaged gradient is clipped, the same with each rank's gradient clipped, "
-    "and an LSTM. 2 simulated ranks, SGD with momentum, one learning rate per task.",
-    rule=f"less than {BITS:g} bits per byte or {POINTS:g} points behind dense.",
-    trains=True,
-)
+@PAPER.claim("S5", "Models train without loss at 47x to 65x and at more than 100x.", settings.trained, trains=True)
 def no_loss(rows: pd.DataFrame) -> Verdict:
     """Judge what is lost against dense training, by task, ratio, selection and β."""
-    dense = rows[rows["method"] == "none"].set_index(["task", "seed"])["value"]
-    rows = rows.join(dense.rename("dense"), on=["task", "seed"])
+    rows = against_dense(rows, "task")
     text = rows["task"].isin(settings.TEXTS)
-    rows["loss"] = (rows["value"] - rows["dense"]).where(text, rows["dense"] - rows["value"])
+    rows["loss"] = rows["gap"].where(text, -rows["gap"])
     rows["most"] = np.where(text, BITS, POINTS)
     exact = rows[rows["method"] == "exact, β 1"].groupby(["task", "at"], sort=False)["ratio"].median().to_dict()
     cells = {
@@ -254,6 +177,7 @@ def no_loss(rows: pd.DataFrame) -> Verdict:
         for method in ("exact, β 1", "chunk, β 0.1")
         for at in ("48x", "over 100x")
     )
+    table = over_seeds(rows, ["at", "method", "task"], ["value", "loss", "ratio"])
     compared = rows[rows["method"].isin(["topk", "exact, β 1", settings.HALF, "chunk, β 0.1"])]
     drawn = plots.lines(
         compared.assign(overall=compared.groupby(["task", "method", "at"])["ratio"].transform("median")),
@@ -268,11 +192,7 @@ def no_loss(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, "no setting is that close to dense on any task in every seed"),
         f"Points behind dense on the pictures (median, least to largest over tasks and seeds): {told}.",
-        {
-            "Bits per byte or points behind dense, and the overall compression ratio": over_seeds(
-                rows, ["at", "method", "task"], ["value", "loss", "ratio"]
-            )
-        },
+        {"Bits per byte or points behind dense, and the overall compression ratio": table},
         drawn,
         "What is lost against dense training by the overall compression ratio, and the most that the rule allows "
         "(black): mean and range over seeds.",
@@ -296,19 +216,7 @@ def _overall(exact: Mapping[tuple[str, str], float]) -> str:
     return f"Ratios are those of large tensors; {told}.{left}"
 
 
-# -- S6, S7: convergence and traffic ---------------------------------------------------------------
-
-
-@PAPER.claim(
-    "S6",
-    "It converges as dense SGD does, with 1/√T.",
-    units=settings.converging,
-    where="Theorem 1",
-    tested="A net of two layers on scikit-learn's digits, 4 ranks with 8 examples each, k/n = 2 %, a constant learning "
-    "rate of 2/√T, no momentum; the mean of ‖∇f‖² over a training, ∇f of all examples; T from 100 to 800 (200 to "
-    "6400).",
-    rule=f"the exponent of T is at most {SLOPES:g} larger than dense training's.",
-)
+@PAPER.claim("S6", "It converges as dense SGD does, with 1/√T.", settings.converging)
 def converges(rows: pd.DataFrame) -> Verdict:
     """Judge how the mean of ‖∇f‖² falls with the number of steps."""
     slopes = pd.DataFrame(
@@ -318,14 +226,7 @@ def converges(rows: pd.DataFrame) -> Verdict:
     wide = slopes.pivot(index="seed", columns="method", values="exponent")
     names = list(dict.fromkeys(slopes["method"]))
     cells = {name: list(wide[name] - wide["none"] <= SLOPES) for name in names if name != "none"}
-    drawn = plots.lines(
-        rows,
-        "T",
-        "square",
-        "method",
-        labels={"T": "T, steps", "square": "mean ‖∇f‖²"},
-        decorate=_as_the_root,
-    )
+    labels = {"T": "T, steps", "square": "mean ‖∇f‖²"}
     return Verdict(
         judge(cells, "every exponent is larger than dense training's by more than the rule allows"),
         "Exponents: " + "; ".join(f"{name} {spread(wide[name])}" for name in names) + ".",
@@ -333,7 +234,7 @@ def converges(rows: pd.DataFrame) -> Verdict:
             "Exponent of T": over_seeds(slopes, ["method"], ["exponent"]),
             "Mean ‖∇f‖²": over_seeds(rows, ["method", "T"], ["square"]),
         },
-        drawn,
+        plots.lines(rows, "T", "square", "method", None, labels, _as_the_root),
         "The mean of ‖∇f‖² over trainings of T steps, by T: mean and range over seeds; the black line falls as 1/√T.",
     )
 
@@ -344,14 +245,7 @@ def _as_the_root(ax: Axes, rows: pd.DataFrame) -> None:
     ax.plot(steps, rows["square"].max() * (steps[0] / steps) ** 0.5, "k", lw=0.8)
 
 
-@PAPER.claim(
-    "S7",
-    "Traffic does not grow with the number of workers, as it does with top-k.",
-    units=settings.travelling,
-    where="Fig. 1 and the system's analysis",
-    tested="One exchange of independent Normal gradients among 2 to 256 simulated ranks; bytes are counted.",
-    rule="a rank hands over as many bytes whatever the ranks, and transmits what a ring of them does.",
-)
+@PAPER.claim("S7", "Traffic does not grow with the number of workers, as it does with top-k.", settings.travelling)
 def flat(rows: pd.DataFrame) -> Verdict:
     """Judge how a rank's bytes grow with the number of ranks."""
     # a ring transmits 2(p − 1)/p of what it sums; its pieces are whole elements
@@ -365,18 +259,13 @@ def flat(rows: pd.DataFrame) -> Verdict:
             cells.setdefault(method, []).append(some["sent"].nunique() == 1 and kept[some.index].all())
     least, most = rows["ranks"].min(), rows["ranks"].max()
     told = "; ".join(f"{spread(each)} ({name})" for name, each in growth.items())
-    drawn = plots.lines(
-        rows, "ranks", "wire", "method", labels={"wire": "bytes on the wire"}, decorate=lambda ax, _: ax.loglog(base=2)
-    )
+    table = over_seeds(rows, ["method", "ranks"], ["sent", "wire", "union"])
+    labels = {"wire": "bytes on the wire"}
     return Verdict(
         judge(cells, "its bytes grow with the ranks"),
         f"From {least} to {most} ranks, what a rank transmits grows by a factor of {told}; a ring's 2(p − 1)/p by "
         f"{number(rows['ring'].iloc[-1] / rows['ring'].iloc[0])}.",
-        {
-            "Bytes of one exchange, and the share of the result that is not zero": over_seeds(
-                rows, ["method", "ranks"], ["sent", "wire", "union"]
-            )
-        },
-        drawn,
+        {"Bytes of one exchange, and the share of the result that is not zero": table},
+        plots.lines(rows, "ranks", "wire", "method", None, labels, lambda ax, _: ax.loglog(base=2)),
         "Bytes that a rank transmits, by the number of ranks.",
     )

@@ -22,34 +22,28 @@ LEAST = 1000  #: elements of a tensor that is looked at; smaller ones are sent u
 BATCH, HIDDEN = 8, 64  #: of the net on digits
 
 
-def likeness(task: Settings, method: Settings, ranks: int, seed: int, samples: int) -> list[Settings]:
+def likeness(task: Settings, method: Settings, ranks: int, seed: int, samples: int = 10) -> list[Settings]:
     """Train with ScaleCom, and compare the ranks' residuals and selections at some steps.
 
     Returns:
         Of each step: ``distance`` of the residuals of all tensors joined; ``share`` of the best energy that the leader
-        selects; ``tensors``: what :func:`contraction` says of each; ``diverged``: whether the training did, later.
+        selects; ``tensors``: what :func:`contraction` says of each.
     """
-    rows: list[Settings] = []
 
-    def look(moment: Moment) -> None:
+    def look(moment: Moment) -> list[Settings]:
         names = [name for name, g in moment.reduced.items() if g.size >= LEAST]
         tensors = [moment.accumulated(rank) for rank in range(ranks)]
         means = {name: np.mean([each[name] for each in tensors], axis=0, dtype=np.float64).ravel() for name in names}
         parts = {name: contraction(means[name], moment.reduced[name].ravel(), method["density"]) for name in names}
         kept = {name: part for name, part in parts.items() if part is not None}
         memories = [np.concatenate([m[name].ravel() for name in names]) for m in moment.residuals]
-        if kept and all(memory.any() for memory in memories):
-            best = sum(part["best"] for part in kept.values())
-            share = sum(part["kept"] for part in kept.values()) / best if best else 1.0
-            rows.append({"step": moment.step, "distance": distance(memories), "share": share, "tensors": kept})
+        if not kept or not all(memory.any() for memory in memories):
+            return []
+        best = sum(part["best"] for part in kept.values())
+        share = sum(part["kept"] for part in kept.values()) / best if best else 1.0
+        return [{"distance": distance(memories), "share": share, "tensors": kept}]
 
-    diverged = False
-    try:
-        at = simulate.spread_out(task["steps"], samples)
-        simulate.train(task, method, ranks, seed, look, at)
-    except simulate.loop.Diverged:
-        diverged = True
-    return [{**row, "diverged": diverged} for row in rows]
+    return simulate.train(task, method, ranks, seed, look, simulate.spread_out(task["steps"], samples)).rows
 
 
 def distance(memories: Sequence[Vector]) -> float:

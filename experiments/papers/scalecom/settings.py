@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from experiments.papers import simulate
@@ -12,24 +13,23 @@ from experiments.papers.units import Unit
 Row = dict[str, Any]
 TEXT = "transformer, text"
 CLIPPED = f"{TEXT}, clipped before"
-TEXTS: dict[str, Row] = {
-    TEXT: {},
-    CLIPPED: {"clip": "before"},
-    "LSTM, text": {"net": "byte_lstm", "learning_rate": 4.8},
-}  #: what differs from the first; the learning rates are those that serve dense training best
-PICTURES: dict[str, Row] = {
-    "FNN-3, Fashion-MNIST": {"task": "fashion_mnist", "net": "fnn3"},
-    "FNN-3, learning rate 0.01": {"task": "fashion_mnist", "net": "fnn3", "learning_rate": 0.01},
-    "LeNet-5, Fashion-MNIST": {"task": "fashion_mnist", "net": "lenet5"},
-    "convolutions, noisy digits": {"task": "noisy_digits", "weight_decay": 0.0005},
+#: nets, and what differs from their usual training; the learning rates are those that serve dense training best
+TEXTS: dict[str, tuple[str, Row]] = {
+    TEXT: ("byte_transformer", {}),
+    CLIPPED: ("byte_transformer", {"clip": "before"}),
+    "LSTM, text": ("byte_lstm", {"learning_rate": 4.8}),
 }
-BETAS = (1.0, 0.3, 0.1)
-RATIOS: dict[str, Row] = {
-    "48x": {"density": 1 / 60},
-    "80x": {"density": 0.01},
-    "over 100x": {"density": 0.0085, "values": "fp16"},
-}  #: by the compression ratio of a large tensor with exact selection; biases and the like stay dense
-WATCHED = ((32, 0.05), (8, 0.05), (32, 0.2))  #: batch per rank, and learning rate
+PICTURES: dict[str, tuple[str, Row]] = {
+    "FNN-3, Fashion-MNIST": ("fnn3", {}),
+    "FNN-3, learning rate 0.01": ("fnn3", {"learning_rate": 0.01}),
+    "LeNet-5, Fashion-MNIST": ("lenet5", {}),
+    "convolutions, noisy digits": ("digits_net", {"learning_rate": 0.05, "weight_decay": 0.0005}),
+}
+#: by the compression ratio of a large tensor with exact selection; biases and the like stay dense
+RATIOS: dict[str, Row] = {"48x": {"density": 1 / 60}, "over 100x": {"density": 0.0085, "values": "fp16"}}
+BETAS = (1.0, 0.1)
+SELECTIONS = ("exact", "chunk")
+RATES = (0.05, 0.2)  #: at which ranks are compared
 WORKERS = (16, 64)
 FACTORS = (1, 4)  #: of the learning rate with many workers
 WARM, HALF = "exact, β 1, warm-up", "exact, β 1, fp16"
@@ -41,34 +41,6 @@ TEXT_METHODS = {
     CLIPPED: MAIN - {("chunk, β 0.1", "48x")} | {("chunk, β 1", "48x")},
     "LSTM, text": {*MAIN, OVER},
 }
-#: the same of all tasks with --quick
-QUICK_METHODS = {
-    **dict.fromkeys(PICTURES, {*MAIN, OVER, ("chunk, β 0.1", "over 100x")}),
-    "FNN-3, learning rate 0.01": set(),
-    TEXT: {("none", ""), ("topk", "48x"), (HALF, "48x"), OVER},
-}
-
-
-def tasks(scale: Scale) -> dict[str, Row]:
-    """Return the tasks by name."""
-    steps = 2500 if scale.full else 500
-    text = {
-        "task": "bytes",
-        "steps": steps,
-        "batch_size": 8,
-        "learning_rate": 0.6,
-        "warmup_steps": steps // 10,
-        "momentum": 0.7,
-        "clip_norm": 1.0,
-    }
-    pictures = {name: picture(scale, 300, **task) for name, task in PICTURES.items()}
-    return pictures | {name: {**text, **changed} for name, changed in TEXTS.items()}
-
-
-def picture(scale: Scale, steps: int, **task: Any) -> Row:
-    """Return a task of pictures: ``steps``, or eight times as many with --full."""
-    steps = 8 * steps if scale.full else steps
-    return {"learning_rate": 0.05, "batch_size": 32, **task, "steps": steps, "warmup_steps": steps // 10}
 
 
 def scalecom(select: str, beta: float, **more: Any) -> Row:
@@ -77,116 +49,82 @@ def scalecom(select: str, beta: float, **more: Any) -> Row:
     return {"method": "scalecom", "select": select, **feedback, **more}
 
 
-def settings(steps: int) -> dict[tuple[str, str], Row]:
-    """Return what tasks are trained with, by name and ratio: dense, top-k, selections and β, 16 bits, a warm-up."""
+def mixed(**sparse: Any) -> dict[str, Row]:
+    """Return ScaleCom with both selections, with the filter and without it, by name."""
+    return {f"{select}, β {beta:g}": scalecom(select, beta, **sparse) for select, beta in product(SELECTIONS, BETAS)}
+
+
+def methods(steps: int) -> dict[tuple[str, str], Row]:
+    """Return what pictures are learnt with, by name and ratio: dense, top-k, selections and β, 16 bits, a warm-up."""
     found: dict[tuple[str, str], Row] = {("none", ""): {"method": "none"}}
     for ratio, sparse in RATIOS.items():
-        found["topk", ratio] = {"method": "topk", **sparse}
-        for select in ("exact", "chunk"):
-            for beta in BETAS:
-                found[f"{select}, β {beta:g}", ratio] = scalecom(select, beta, **sparse)
-        if ratio == "48x":  # the same with shorter values, and more of them
-            found[HALF, ratio] = scalecom("exact", 1.0, density=1 / 35, values="fp16")
-    ratio = "over 100x"
-    found[WARM, ratio] = scalecom("exact", 1.0, **RATIOS[ratio], warmup={"steps": steps // 10})
+        both = {"topk": {"method": "topk", **sparse}, **mixed(**sparse)}
+        found |= {(name, ratio): settings for name, settings in both.items()}
+    found[HALF, "48x"] = scalecom("exact", 1.0, density=1 / 35, values="fp16")  # shorter values, and more of them
+    found["exact, β 1", "80x"] = scalecom("exact", 1.0, density=0.01)
+    found[WARM, "over 100x"] = scalecom("exact", 1.0, **RATIOS["over 100x"], warmup={"steps": steps // 10})
     return found
 
 
 def watched(scale: Scale) -> list[Unit]:
-    """List trainings whose ranks are compared: two nets, learning rates, selections and β; with --full two batches."""
+    """List trainings whose ranks are compared: two nets, learning rates, selections and β."""
     return [
         Unit(
             measures.likeness,
             {
-                "task": picture(scale, 100, task="fashion_mnist", net=net, batch_size=batch, learning_rate=rate),
+                "task": simulate.training(net, scale.steps(100), learning_rate=rate),
                 "method": scalecom(select, beta, density=0.01),
                 "ranks": 4,
-                "seed": seed,
-                "samples": 50 if scale.full else 10,
             },
-            {"net": net, "batch": batch, "rate": rate, "select": select, "β": beta, "seed": seed},
+            {"net": net, "rate": rate, "select": select, "β": beta},
         )
-        for net in ("fnn3", "lenet5")
-        for select in ("exact", "chunk")
-        for batch, rate in WATCHED
-        if batch == 32 or scale.full
-        for beta in (1.0, 0.1)
-        for seed in scale.seeds
+        for net, select, rate, beta in product(("fnn3", "lenet5"), SELECTIONS, RATES, BETAS)
     ]
 
 
 def large(scale: Scale) -> list[Unit]:
     """List trainings with many workers, at a learning rate and at four times as much; the paper's selection."""
-    methods = {"none": {"method": "none"}} | {f"β {beta:g}": scalecom("chunk", beta, density=0.01) for beta in BETAS}
-    task = {"task": "fashion_mnist", "net": "fnn3", "batch_size": 8}
+    filters = {f"β {beta:g}": scalecom("chunk", beta, density=0.01) for beta in (1.0, 0.3, 0.1)}
     return [
         Unit(
             simulate.accuracy,
             {
-                "task": picture(scale, 100, **task, learning_rate=0.05 * factor),
+                "task": simulate.training("fnn3", scale.steps(100), batch_size=8, learning_rate=0.05 * factor),
                 "method": method,
                 "ranks": workers,
-                "seed": seed,
             },
-            {"workers": workers, "factor": factor, "method": name, "seed": seed},
-            seconds=workers,
+            {"workers": workers, "factor": factor, "method": name},
         )
-        for workers in (WORKERS[:1] if scale.few else WORKERS)
-        for factor in FACTORS
-        for name, method in methods.items()
-        for seed in scale.seeds
+        for workers, factor in product(WORKERS, FACTORS)
+        for name, method in {"none": {"method": "none"}, **filters}.items()
     ]
 
 
 def converging(scale: Scale) -> list[Unit]:
     """List trainings of several lengths."""
-    methods = {"none": {"method": "none"}} | {
-        f"{select}, β {beta:g}": scalecom(select, beta, density=0.02)
-        for select in ("exact", "chunk")
-        for beta in (1.0, 0.1)
-    }
-    lengths = [200, 400, 800, 1600, 3200, 6400] if scale.full else [100, 200, 400, 800]
-    common = {"world_size": 4, "lengths": lengths, "rate": 2.0}
+    common = {"world_size": 4, "lengths": [scale.steps(count) for count in (100, 200, 400, 800)], "rate": 2.0}
+    tried = {"none": {"method": "none"}, **mixed(density=0.02)}
     return [
-        Unit(measures.convergence, {"method": method, "seed": seed, **common}, {"method": name, "seed": seed})
-        for name, method in methods.items()
-        for seed in scale.seeds
+        Unit(measures.convergence, {"method": method, **common}, {"method": name}) for name, method in tried.items()
     ]
 
 
-def travelling(scale: Scale) -> list[Unit]:
+def travelling(_: Scale) -> list[Unit]:
     """List exchanges among more and more workers."""
-    methods = {
-        "exact": scalecom("exact", 1.0, density=0.01),
-        "chunk": scalecom("chunk", 1.0, density=0.01),
-        "topk": {"method": "topk", "density": 0.01},
-    }
+    tried = {select: scalecom(select, 1.0, density=0.01) for select in SELECTIONS}
+    tried["topk"] = {"method": "topk", "density": 0.01}
     common = {"world_sizes": [2, 4, 8, 16, 32, 64, 128, 256], "n": 16384}
-    return [
-        Unit(measures.traffic, {"method": method, "seed": seed, **common}, {"method": name, "seed": seed})
-        for name, method in methods.items()
-        for seed in scale.seeds
-    ]
+    return [Unit(measures.traffic, {"method": method, **common}, {"method": name}) for name, method in tried.items()]
 
 
 def trained(scale: Scale) -> list[Unit]:
-    """List trainings of each task with those of the methods that are :func:`wanted`."""
-    return [
-        Unit(
-            simulate.accuracy,
-            {"task": task, "method": method, "ranks": 2, "seed": seed},
-            {"task": name, "at": ratio, "method": label, "seed": seed},
-            seconds=28 if name in TEXTS else 4,
-        )
-        for name, task in tasks(scale).items()
-        for seed in scale.seeds
-        for (label, ratio), method in settings(task["steps"]).items()
-        if wanted(name, label, ratio, scale)
-    ]
-
-
-def wanted(task: str, method: str, ratio: str, scale: Scale) -> bool:
-    """Return whether a scale has a training. Pictures have all methods, but a β of 0.3 with --full alone."""
-    if scale.few or task in TEXTS:
-        return (method, ratio) in (QUICK_METHODS if scale.few else TEXT_METHODS).get(task, ())
-    return method == "exact, β 1" if ratio == "80x" else scale.full or "β 0.3" not in method
+    """List trainings of each task: of pictures with all methods, of text with some."""
+    units = []
+    for task, (net, changed) in (PICTURES | TEXTS).items():
+        settings = simulate.training(net, scale.steps(500 if task in TEXTS else 300), **changed)
+        tried = methods(settings["steps"])
+        for name, ratio in tried:
+            if (name, ratio) in TEXT_METHODS.get(task, tried):
+                given = {"task": settings, "method": tried[name, ratio], "ranks": 2}
+                units.append(Unit(simulate.accuracy, given, {"task": task, "at": ratio, "method": name}))
+    return units

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from experiments import nets
-from experiments.bench import measure, report, run
+from experiments.bench import report, run
 from experiments.bench.config import BASELINES, Bench
 from experiments.bench.ranks import Group, RankError
 from experiments.cluster import rates
@@ -122,16 +122,14 @@ def test_resuming_continues_where_a_run_was_killed(tmp_path, monkeypatch, capsys
     whole = [{**t.key, **turn(t.contender.label, t.round, 1.0), **t.key} for t in bench.turns()]
     folder = tmp_path / "out"
     run.prepare(folder, bench, resume=False)
-    (folder / measure.TURNS).write_text("\n".join(map(json.dumps, whole[:4])) + '\n{"rate": "cut o')
+    (folder / run.TURNS).write_text("\n".join(map(json.dumps, whole[:4])) + '\n{"rate": "cut o')
     taken = []
 
     def take(turn, *_):
         taken.append(turn.key)
         return {key: value for key, value in whole[0].items() if key not in turn.key}
 
-    monkeypatch.setattr(measure, "_take", take)
-    monkeypatch.setattr(measure.Group, "launch", lambda self: None)
-    monkeypatch.setattr(measure.Group, "join", lambda self: None)
+    monkeypatch.setattr(run, "_take", take)
     run.prepare(folder, bench, resume=True)
     assert run.run(bench, folder) == 0
     assert taken == [t.key for t in bench.turns()[4:]]
@@ -154,14 +152,13 @@ def test_a_killed_rank_is_named(tmp_path):
     group = Group("ddp", 2, None, tmp_path / "log.txt", sleeps=False)
     given = {"net": None, "gradients": None, "label": "t", "only": [], "tensors": {"w": (50, 40)}}
     try:
-        group.launch()
-        group.join()
-        group.ask("prepare", key="k", set=given, contender={"kind": "none", "warm_up": 1})
-        first, second = group.ask("measure", key="k")
-        assert first["dense"] == second["dense"] == 4 * 2000 and first["end"] > first["start"]
-        os.kill(group._pids[1], signal.SIGKILL)
+        group.start()
+        group.ask("prepare", set=given, contender={"kind": "none", "warm_up": 1})
+        first, second = group.ask("measure")
+        assert first["end"] > first["start"] and second["end"] > second["start"]
+        os.kill(group.pids[1], signal.SIGKILL)
         with pytest.raises(RankError, match="rank 1 ended without a message"):
-            group.ask("check", key="k")
+            group.ask("check")
     finally:
         group.stop()
 

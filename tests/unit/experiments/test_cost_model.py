@@ -16,13 +16,14 @@ from experiments.__main__ import app
 from experiments.bench.config import Bench
 from experiments.cost_model import fitted, imagined, model, scale
 from experiments.cost_model.fitted import Fitted
+from experiments.cost_model.imagined import Request
 from experiments.cost_model.model import Codec
 from experiments.report import jsonl, results
 from experiments.training.experiment import Experiment
 from hvdcompress import registry
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
-from hvdcompress.plan import plan_of
+from hvdcompress.plan import IN_ORDER, plan_of
 from hvdcompress.testing import numbers
 
 TRUTH = {"message": 5e-5, "link": 1.06, "byte": 1e-9, "call": 2e-4, "round": 3e-3, "codec": 0.9}
@@ -51,7 +52,7 @@ def names(value):
 
 def counted(plan, world_size):
     """What the ledger of real ranks has of a step in the method's last phase: the most of any rank."""
-    net, step, main = Loopback(plan, world_size), 0, plan.program.main
+    net, step, main = Loopback(plan, world_size, grouping=IN_ORDER), 0, plan.program.main
     while main.phase_of(step) != imagined.last_phase(main):
         step += 1
     for number in range(step + 1):
@@ -65,44 +66,41 @@ def counted(plan, world_size):
 def test_bytes_are_those_of_real_ranks(id, settings):
     plan = plan_of(id, min_elements=1, **settings)
     for world_size in (2, 3, 4, 8, 16):
-        said = model.work(plan, SHAPES, world_size, driver=None)
-        assert (round(said.sent), round(said.on_wire), said.calls) == counted(plan, world_size), f"{world_size} ranks"
+        said, statuses = (model.work(plan, tensors, world_size, driver="mpi4py") for tensors in (SHAPES, {}))
+        figures = said.sent - statuses.sent, round(said.on_wire - statuses.on_wire), said.calls - statuses.calls
+        assert figures == counted(plan, world_size), f"{world_size} ranks"
 
 
 @pytest.mark.parametrize("id,settings", VARIANTS, ids=names)
-def test_the_short_cut_to_many_ranks_is_what_they_request(id, settings):
-    """Where 2, 3 and 5 ranks request the same, 64 do so as well; the sum is what num_bytes says."""
+def test_64_ranks_send_what_num_bytes_says(id, settings):
     method = plan_of(id, **settings).program.main
-    phase = imagined.last_phase(method)
-    for shape in SHAPES.values():
-        spec = TensorSpec("rehearsal", shape)
-        if not method.suits(spec):
-            continue
-        found = imagined.requests(method, phase, 64, spec)
-        assert found == imagined._requests.__wrapped__(method, phase, 64, spec)
-        several = (spec, 64) if len(method.phases) == 1 else (spec, 64, phase)
-        total = max(sum(each[min(place, len(each) - 1)].num_bytes for each in found) for place in (0, 1))
-        assert total == method.num_bytes(*several)
+    phase = len(method.phases) - 1
+    for spec in (TensorSpec("rehearsal", shape) for shape in SHAPES.values()):
+        if method.suits(spec):
+            found = imagined.requests(method, 64, spec)
+            total = max(sum(each[min(rank, len(each) - 1)].num_bytes for each in found) for rank in (0, 1))
+            assert total == method.num_bytes(spec, 64, *([phase] if phase else []))
 
 
 def test_thousands_of_ranks_take_no_memory():
     hvdcompress.get("topk")
     model.work(plan_of("topk"), {"w": (64, 64)}, 8)
     tracemalloc.start()
-    gathered = model.work(plan_of("topk", density=0.01), {"w": (1000, 500)}, 4096, driver=None)
-    quantized = model.work(plan_of("qsgd"), {"w": (1000, 500)}, 4096, driver=None)
+    gathered = model.work(plan_of("topk", density=0.01), {"w": (1000, 500)}, 4096, driver="mpi4py")
+    quantized = model.work(plan_of("qsgd"), {"w": (1000, 500)}, 4096, driver="mpi4py")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 40e6, "decoding 4096 payloads of 500 000 values would take 8 GB"
-    assert gathered.on_wire == 4095 * gathered.sent and quantized.on_wire == 4095 * quantized.sent
+    for found in (gathered, quantized):
+        assert found.on_wire == pytest.approx(4095 * found.sent, rel=1e-2), "but for the statuses"
 
 
 def test_what_a_driver_adds():
     plan, tensors = plan_of("topk", bucket_elements=0), {"a": (2000,), "b": (3000,)}
-    bare, horovod, mpi = (model.work(plan, tensors, 4, driver=d) for d in (None, "horovod", "mpi4py"))
-    assert horovod.sent - bare.sent == 2 * 8 + 8 * 8, "a placeholder for each tensor, and the status"
-    assert mpi.sent - bare.sent == 2 * 8 * 8 and mpi.rounds == bare.rounds + 2, "a status before and after"
-    assert (horovod.calls, bare.calls, horovod.rounds, bare.rounds) == (2 * 2 + 1, 2, 2, 1)
+    horovod, mpi = (model.work(plan, tensors, 4, driver=driver) for driver in ("horovod", "mpi4py"))
+    bare = model.work(plan, tensors, 4, driver="mpi4py").sent - 2 * 8 * 8
+    assert (horovod.sent - bare, mpi.sent - bare) == (2 * 8 + 8 * 8, 2 * 8 * 8), "placeholders and statuses"
+    assert (horovod.calls, mpi.calls, horovod.rounds, mpi.rounds) == (2 * 2 + 1, 2 + 2, 2, 3)
     riding = model.work(plan_of("none"), {"a": (2000,), "b": (3000,)}, 4)
     assert riding.calls == 3, "a gradient that Horovod reduces itself needs no placeholder"
 
@@ -112,8 +110,9 @@ def test_fusion():
     assert model.messages("AllReduce", [model.FUSED] * 3, 4) == 3 * 2 * 3
     assert model.messages("AllGather", [100] * 50, 4) == 3
     assert model.messages("AllGather", [model.FUSED // 4] * 50, 4) == 50 * 3, "what all ranks gather must fit"
-    assert model.messages("AllToAll", [100] * 50, 4) == 50 * 3, "Horovod does not fuse them"
-    assert model.messages("AllToAll", [100] * 50, 64, 1) == 50, "a rank that has one partner waits for one"
+    each, one = (Request.of("AllToAll", "uint8", 100, p, receives) for p, receives in ((4, None), (64, [0, 100])))
+    assert model.work_of([(0, [each])] * 50, 4).messages == 50 * 3, "Horovod does not fuse them"
+    assert model.work_of([(0, [one])] * 50, 64).messages == 50, "a rank that has one partner waits for one"
 
 
 # -- the fit ---------------------------------------------------------------------------------------
@@ -215,21 +214,7 @@ def test_a_slower_link_takes_longer_and_as_many_bytes():
     slow, fast = (frame[frame["rate"] == rate].reset_index(drop=True) for rate in ("100mbit", "1gbit"))
     assert (slow["seconds"] > fast["seconds"]).all() and slow["on_wire"].equals(fast["on_wire"])
     notes = scale.notes(Fitted("horovod", TRUTH, {}, {}, points()), ["100mbit", "10gbit"])
-    assert "10gbit is beyond the fit" in notes[-1] and not any("100mbit is beyond" in note for note in notes)
-
-
-@pytest.mark.parametrize("words", ["2500000", "999", "resnet32"])
-def test_tensors_of(words):
-    elements = nets.total(scale.tensors_of(words))
-    assert elements == (int(words) if words.isdigit() else 464_154)
-
-
-def test_tensors_of_a_file(tmp_path):
-    (tmp_path / "net.yaml").write_text("a: [3, 4]\nb: [5]")
-    assert scale.tensors_of(str(tmp_path / "net.yaml")) == {"a": (3, 4), "b": (5,)}
-    (tmp_path / "net.yaml").write_text("a: [3, x]")
-    with pytest.raises(ValueError, match="must hold names and shapes"):
-        scale.tensors_of(str(tmp_path / "net.yaml"))
+    assert notes[-1].startswith("10gbit: beyond the fit")
 
 
 def test_the_command_fits_predicts_and_writes(tmp_path):
@@ -237,9 +222,9 @@ def test_the_command_fits_predicts_and_writes(tmp_path):
     words = ["scale", "--set", "resnet32", "--methods", "topk 0.5 %,scalecom 100x", "--rate", "10mbit,1gbit"]
     done = CliRunner().invoke(app, [*words, "--fit", str(measured), "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    for text in ("resnet32 at 10mbit", "resnet32 at 1gbit", "4096", "Held out (a quarter, in turn; 30 exchanges)"):
+    for text in ("resnet32 at 10mbit", "resnet32 at 1gbit", "4096", "a quarter, in turn"):
         assert text in done.output
-    assert "10mbit is beyond the fit" in done.output and (tmp_path / "scale-resnet32.svg").exists()
+    assert "10mbit: beyond the fit" in done.output and (tmp_path / "scale-resnet32.svg").exists()
     written = json.loads((tmp_path / "scale-resnet32.json").read_text())
     assert {row["method"] for row in written["records"]} == {"dense", "scalecom 100x", "topk 0.5 %"}
     again = CliRunner().invoke(app, [*words, "--fitted", str(tmp_path), "--workers", "2,64", "--out", str(tmp_path)])
