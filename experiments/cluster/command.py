@@ -17,7 +17,6 @@ def hosts(
     count: Annotated[int, typer.Option("--hosts", min=2, help="How many hosts.")] = 4,
     rate: Annotated[str, typer.Option(help="Their links: 100mbit, 1gbit, or 10mbit/1gbit to send/receive.")] = "1gbit",
     slow: Annotated[list[str] | None, typer.Option(metavar="HOST=RATE", help="A host with another: 3=10mbit.")] = None,
-    delay: Annotated[str | None, typer.Option(help="How much later each frame arrives, such as 1ms.")] = None,
 ) -> None:
     """Run COMMAND on emulated hosts, host0 to hostN, with links of a chosen speed; then take them down.
 
@@ -25,9 +24,9 @@ def hosts(
     """
     from experiments.cluster.hosts import Hosts
     from experiments.cluster.launch import environment, stoppable
-    from experiments.cluster.rates import slow_hosts
 
-    with stoppable(), Hosts(count, rate, slow_hosts(slow or []), delay) as network:
+    others = {int(host): other for host, _, other in (word.partition("=") for word in slow or [])}
+    with stoppable(), Hosts(count, rate, others) as network:
         env = {**os.environ, **environment(count)}
         done = subprocess.run(network.command("host0", *command), env=env)
     raise typer.Exit(done.returncode)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from experiments.cluster.rates import Rate
 
-__all__ = ["STATES", "Hosts", "HostsError", "Traffic", "problem", "sent_here"]
+__all__ = ["STATES", "Hosts", "HostsError", "Traffic", "problem"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STATES = Path("/var/lib/hvdcompress")  #: a folder of programs for each set of hosts; /run may be mounted noexec
@@ -84,7 +84,7 @@ def _output(*words: object) -> str:
     if done.returncode:
         raise HostsError(
             f"This machine cannot emulate hosts: {' '.join(line)}: {done.stderr.strip()}\nEither its kernel lacks "
-            "something (try: modprobe -a bridge veth sch_tbf, and sch_netem for delays), or root may not use it here, "
+            "something (try: modprobe -a bridge veth sch_tbf), or root may not use it here, "
             f"as in a container that was not started with --privileged.\n{WITHOUT}"
         )
     return done.stdout
@@ -97,15 +97,6 @@ def _sent(*words: str) -> int:
         if found and found[0]["kind"] == "tbf":
             return int(found[0]["bytes"])
     raise HostsError("there is no emulated host's link here: are the hosts up, and does this run on one of them?")
-
-
-def sent_here() -> int:
-    """Return the bytes that this process's host has sent so far; for ranks, about their own host.
-
-    Raises:
-        HostsError: this process is not on an emulated host.
-    """
-    return _sent("qdisc", "show", "dev", "eth0")
 
 
 def problem() -> str | None:
@@ -134,7 +125,6 @@ class Hosts:
         count: how many, from 2 to 64.
         rate: such as "1gbit"; "10mbit/1gbit" sends with the first and receives with the second.
         slow: hosts with another rate, by number.
-        delay: how much later each frame arrives, such as "1ms"; needs netem in the kernel.
         pin: whether what runs on a host keeps to its share of the processors; otherwise the scheduler decides. Left to
             it, four ranks with two threads each on two processors took now 150 and now 290 ms for the same exchange.
 
@@ -146,7 +136,6 @@ class Hosts:
     count: int
     rate: str
     slow: Mapping[int, str] = field(default_factory=dict)
-    delay: str | None = None
     pin: bool = True
 
     def __post_init__(self) -> None:
@@ -170,8 +159,7 @@ class Hosts:
         usual = Rate.parse(self.rate)
         others = [f"{name} {rate}" for name, rate in zip(self.names, self.rates, strict=True) if rate != usual]
         but = f" but {', '.join(others)}" if others else ""
-        delay = f", {self.delay} delay" if self.delay else ""
-        return f"{self.count} emulated hosts, {usual} each{but}{delay} (network namespaces, tbf)"
+        return f"{self.count} emulated hosts, {usual} each{but} (network namespaces, tbf)"
 
     def __enter__(self) -> Hosts:
         _check()
@@ -227,7 +215,7 @@ class Hosts:
             _output("ip", "-n", space, "address", "add", f"{NETWORK}.{number + 1}/24", "dev", "eth0")
             _output("ip", "-n", space, "link", "set", "eth0", "gso_max_segs", _frames_at_once(rate.up), "up")
             _shape(space, "eth0", rate.up)  # what the host sends
-            _shape(switch, name, rate.down, self.delay)  # what the switch sends to the host
+            _shape(switch, name, rate.down)  # what the switch sends to the host
             names = Path("/etc/netns", space, "hosts")  # `ip netns exec` lays it over /etc/hosts
             names.parent.mkdir(parents=True)
             names.write_text(f"127.0.0.1 localhost\n{addresses}", encoding="utf-8")
@@ -296,7 +284,7 @@ def _frames_at_once(bits: int) -> int:
     return 1 if bits <= 150_000_000 else 43
 
 
-def _shape(space: str, interface: str, bits: int, delay: str | None = None) -> None:
+def _shape(space: str, interface: str, bits: int) -> None:
     """Put a token bucket on what leaves by an interface.
 
     burst: so much may leave at once after a pause. Too little, and the kernel's timers (some 50 us late, more when all
@@ -307,10 +295,7 @@ def _shape(space: str, interface: str, bits: int, delay: str | None = None) -> N
     """
     burst = max(bits // 8000, 3100 if _frames_at_once(bits) == 1 else 68000)
     bucket = ("rate", f"{bits}bit", "burst", burst, "limit", max(bits // 160, 45000) + burst)
-    on = ("tc", "-n", space, "qdisc", "add", "dev", interface)
-    _output(*on, "root", "handle", "1:", "tbf", *bucket)
-    if delay:
-        _output(*on, "parent", "1:1", "handle", "10:", "netem", "delay", delay, "limit", 100000)
+    _output("tc", "-n", space, "qdisc", "add", "dev", interface, "root", "handle", "1:", "tbf", *bucket)
 
 
 def _sweep() -> None:

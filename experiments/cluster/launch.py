@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from experiments.cluster.hosts import Hosts
 
-__all__ = ["Driver", "LaunchError", "Ranks", "Stopped", "has_horovod", "lines", "run", "shown", "stoppable", "tail"]
+__all__ = ["Driver", "LaunchError", "Ranks", "Stopped", "has_horovod", "lines", "run", "stoppable", "tail"]
 
 Driver = Literal["horovod", "gloo", "mpi", "ddp"]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -84,12 +84,6 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def shown(path: Path | str) -> str:
-    """Return a path for messages: relative to the current folder if it lies inside of it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def _search_path() -> str:
@@ -261,7 +255,6 @@ def run(
     driver: Driver = "horovod",
     *,
     hosts: Hosts | None = None,
-    env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     log: Path | None = None,
     poll: Callable[[], object] | None = None,
@@ -273,7 +266,6 @@ def run(
         num_ranks: how many ranks to start.
         driver: see :func:`lines`.
         hosts: emulated hosts to start them on, one rank each.
-        env: variables for the ranks.
         timeout: seconds after which the ranks are ended.
         log: the file that gets all output; a temporary one by default.
         poll: is called ten times a second while they run, and once at the end.
@@ -290,7 +282,7 @@ def run(
             log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdc-"))) / "log.txt"
         before = log.stat().st_size if log.exists() else 0
         stack.enter_context(stoppable())
-        env = {**(ring(num_ranks) if hosts else {}), **(env or {})}
+        env = ring(num_ranks) if hosts else {}
         # entered last: ended first
         ranks = stack.enter_context(Ranks(lines(program, num_ranks, driver, hosts), num_ranks, log, env))
         deadline = time.monotonic() + (timeout or float("inf"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
@@ -74,19 +73,3 @@ def speed(bits: float) -> str:
     """
     factor, unit = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s") if bits >= 1e6 else (1e3, "kbit/s")
     return f"{bits / factor:.3g} {unit}"
-
-
-def slow_hosts(words: Sequence[str]) -> dict[int, str]:
-    """``3=100mbit`` or ``host3=100mbit``, several with commas, as {3: "100mbit"}.
-
-    Raises:
-        ValueError: a word is not of that form, or its rate is not a rate.
-    """
-    found = {}
-    for word in ",".join(words).split(",") if words else ():
-        match = re.fullmatch(r"(?:host)?(\d+)=(.+)", word.strip())
-        if not match:
-            raise ValueError(f"{word!r}: write HOST=RATE, such as 3=100mbit")
-        Rate.parse(match[2])
-        found[int(match[1])] = match[2]
-    return found

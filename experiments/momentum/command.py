@@ -45,30 +45,22 @@ def run(
 @app.command()
 def report(
     folder: Annotated[Path | None, typer.Option(help="Folder of the results. Default: the published ones.")] = None,
+    publish: Annotated[bool, typer.Option("--publish", help="Add them to experiments/results/momentum.json.")] = False,
 ) -> None:
-    """Print a table per task: scores, gaps to dense training, and whether they are closed."""
+    """Print a table per task: scores, gaps to dense training, and whether they are closed.
+
+    Of a run that was published already, the newer result is kept.
+    """
     import pandas as pd
 
-    from experiments.momentum.report import markdown
-    from experiments.report import jsonl, results
+    from experiments.momentum.report import GROUP, markdown
+    from experiments.report import results
 
-    frame = results.load("momentum") if folder is None else pd.DataFrame(jsonl.read(folder / "results.jsonl"))
-    if not len(frame):
-        raise ValueError(f"no results in {folder}")
+    frame = results.grown("momentum", folder)
     print(markdown(frame))
-
-
-@app.command()
-def publish(folder: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER) -> None:
-    """Add results to experiments/results/momentum.json; newer ones replace those of the same run."""
-    import pandas as pd
-
-    from experiments.momentum.report import GROUP
-    from experiments.report import jsonl, results
-
-    frame = pd.concat([results.load("momentum"), pd.DataFrame(jsonl.read(folder / "results.jsonl"))])
-    frame = frame.drop(columns="key", errors="ignore").drop_duplicates([*GROUP, "contender", "seed"], keep="last")
-    print(f"written: {results.save('momentum', frame)}")
+    if publish:
+        every = pd.concat([results.load("momentum"), frame]).drop(columns="key", errors="ignore")
+        results.save("momentum", every.drop_duplicates([*GROUP, "contender", "seed"], keep="last"))
 
 
 @app.command()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from experiments.momentum.tasks import Task  # imports PyTorch, which reports do without
 
 DENSE = "dense"
+OPTIMIZER_MOMENTUM = {"plain": "keep", "cancelled": "cancel"}  #: the plan's ``optimizer_momentum`` by form
 STEPS = 1500  #: of a run, unless another number is asked for
 DENSITIES = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005)
 
@@ -82,6 +83,11 @@ class Contender:
     lr: float = 1.0
     momentum: float | None = None
 
+    def plan(self, task: Task) -> dict[str, Any]:
+        """Return the settings, with the form as ``optimizer_momentum`` where the library can change it."""
+        adapts = task.optimizer == "sgd" and self.form != "default"
+        return {**self.settings, **({"optimizer_momentum": OPTIMIZER_MOMENTUM[self.form]} if adapts else {})}
+
     @property
     def density(self) -> float | None:
         """The share of the elements that the method keeps; None if the method has no density."""
@@ -131,3 +137,27 @@ def parse(name: str, task: Task | None = None) -> Contender:
                 raise ValueError(f"{name}: {key} is for {optimizers}, and the task's optimizer is {task.optimizer}")
     plan_of(settings)  # raises if the method or a setting does not exist
     return Contender(name, settings, form or "default", lr, momentum)  # type: ignore[arg-type]
+
+
+def at_rate(name: str, lr: float) -> str:
+    """Return a contender with a factor of the task's learning rate.
+
+    >>> at_rate("topk@density=0.002:plain", 2), at_rate("dense", 0.5), at_rate("dense", 1)
+    ('topk@density=0.002,lr=2:plain', 'dense@lr=0.5', 'dense')
+    """
+    if lr == 1:
+        return name
+    text, colon, form = name.partition(":")
+    return f"{text}{',' if '@' in text else '@'}lr={lr:g}{colon}{form}"
+
+
+def without_rate(name: str) -> str:
+    """Return a contender without its factor of the learning rate.
+
+    >>> without_rate("topk@density=0.002,lr=2:plain"), without_rate("dense@lr=2")
+    ('topk@density=0.002:plain', 'dense')
+    """
+    text, colon, form = name.partition(":")
+    base, _, given = text.partition("@")
+    left = ",".join(word for word in given.split(",") if word and not word.startswith("lr="))
+    return f"{base}{'@' if left else ''}{left}{colon}{form}"

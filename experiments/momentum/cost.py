@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from experiments.momentum.contenders import METHODS
+from experiments.report.results import copy_speed
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
@@ -20,15 +19,15 @@ WARM, STEPS = 5, 15
 
 
 class Clock(Observer):
-    """Adds up the seconds of handing over, by rank 0."""
+    """Keeps the seconds in which rank 0 handed over each step's result."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds: list[float] = []
 
     def decoded(self, rank: int, name: str, seconds: float) -> None:
-        """Take a bucket's seconds."""
+        """Add a bucket's seconds to the step's."""
         if rank == 0:
-            self.seconds += seconds
+            self.seconds[-1] += seconds
 
 
 def measure(methods: Sequence[str], world_size: int) -> pd.DataFrame:
@@ -44,41 +43,25 @@ def measure(methods: Sequence[str], world_size: int) -> pd.DataFrame:
         {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
         for _ in range(world_size)
     ]
-    size = sum(gradient.size for gradient in gradients[0].values())
+    num_bytes = sum(gradient.nbytes for gradient in gradients[0].values())
     rows = []
     for name in methods:
         settings = METHODS.get(name, {"method": name})
-        nets = {
-            how: Loopback(settings, world_size, optimizer=SGD(0.9), optimizer_momentum=how) for how in ("keep", "adapt")
-        }
-        clocks = {how: Clock() for how in nets}
-        for how, net in nets.items():
-            net.watch(clocks[how])
-        found: dict[str, list[float]] = defaultdict(list)
+        nets = [Loopback(settings, world_size, optimizer=SGD(0.9), optimizer_momentum=how) for how in ("keep", "adapt")]
+        clocks = [Clock(), Clock()]
+        for net, clock in zip(nets, clocks, strict=True):
+            net.watch(clock)
+        copies = []
         for _ in range(WARM + STEPS):
-            for how, net in nets.items():
-                clocks[how].seconds = 0.0
+            for net, clock in zip(nets, clocks, strict=True):
+                clock.seconds.append(0.0)
                 net.allreduce_many(gradients)
-                found[how].append(clocks[how].seconds)
-            found["copy"].append(_copy(size))
-        times = {what: statistics.median(each[WARM:]) for what, each in found.items()}
-        state = {how: _state(net) for how, net in nets.items()}
-        rows.append(
-            {
-                "method": name,
-                "kept, copies": times["keep"] / times["copy"],
-                "adapted, copies": times["adapt"] / times["copy"],
-                "memory, MB": (state["adapt"] - state["keep"]) / 1e6,
-            }
-        )
+            copies.append(num_bytes / copy_speed(num_bytes // 4, 1) / 1e9)  # into memory that is new
+        copy = statistics.median(copies)
+        keep, adapt = (statistics.median(clock.seconds[WARM:]) / copy for clock in clocks)
+        memory = (_state(nets[1]) - _state(nets[0])) / 1e6
+        rows.append({"method": name, "kept, copies": keep, "adapted, copies": adapt, "memory, MB": memory})
     return pd.DataFrame(rows)
-
-
-def _copy(size: int) -> float:
-    source, target = np.ones(size, np.float32), np.zeros(size, np.float32)
-    began = time.perf_counter()
-    np.copyto(target, source)
-    return time.perf_counter() - began
 
 
 def _state(net: Loopback) -> int:

@@ -138,8 +138,6 @@ class EF21SGDM(Remedy):
         return Reduced(total, None, {"average": average, "estimate": estimate, "total": total})
 
 
-#: Settings by the names that they have as contenders. ``mu`` is the optimizer's momentum, and ``lr`` the factor that
-#: gives EF21-SGDM, whose momentum averages, the effective rate lr/(1 − 0.9) of the other contenders.
 CLASSES: dict[str, type[Remedy]] = {"gmc": GMC, "regtopk": RegTopK, "ef21_sgdm": EF21SGDM}
 for _id, _class in CLASSES.items():
     _class.id = _id
@@ -150,6 +148,8 @@ def register() -> None:
     REGISTERED.update(CLASSES)
 
 
+#: Settings by the names that they have as contenders. ``mu`` is the optimizer's momentum, and ``lr`` the factor that
+#: gives EF21-SGDM, whose momentum averages, the effective rate lr/(1 − 0.9) of the other contenders.
 REMEDIES: dict[str, dict[str, Any]] = {
     "lowpass": {"method": "topk", "density": 0.01, "feedback": "lowpass", "beta": 0.1},
     "gmc": {"method": "gmc", "density": 0.01, "mu": 0.0},

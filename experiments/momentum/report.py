@@ -15,10 +15,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.momentum.contenders import DENSE, STEPS, parse
+from experiments.momentum.contenders import DENSE, STEPS, parse, without_rate
 from experiments.report import numbers, plots, statistics, tables
 
-__all__ = ["LIMITS", "at_best_rates", "markdown", "overview", "picture", "summary", "table"]
+__all__ = ["LIMITS", "at_best_rates", "markdown", "picture", "summary"]
 
 LIMITS = {"%": (0.5, 0.8), "bits": (0.05, 0.08)}  #: mean and upper end, in points or bits per byte
 MEASURES = {"%": "held-out accuracy (%, higher is better)", "bits": "held-out bits per byte (bits, lower is better)"}
@@ -68,69 +68,25 @@ def at_best_rates(found: pd.DataFrame) -> pd.DataFrame:
     Returns:
         Its rows, with ``contender`` without the rate, and ``rate``: the factor of the contender's own rate.
     """
-    base = found["contender"].str.replace(r"lr=[\d.]+,?", "", regex=True).str.replace(r"[@,]+(?=:|$)", "", regex=True)
+    base = found["contender"].map(without_rate)
     rates = [parse(name).lr / parse(usual).lr for name, usual in zip(found["contender"], base, strict=True)]
     found = found.assign(contender=base, rate=rates)
     return found[found["diverged"] == 0].sort_values("gap").drop_duplicates([*GROUP, "contender"])
 
 
-def _digits(unit: str) -> int:
-    return 2 if unit == "%" else 3
-
-
-def table(rows: pd.DataFrame) -> str:
-    """Return the Markdown table of a group: a row per contender, dense first, then by gap."""
-    digits = _digits(rows["unit"].iloc[0])
-
-    def cells(row: pd.Series) -> dict[str, Any]:
-        gap, low, high = row["gap"], row["low"], row["high"]
-        spread = "" if math.isnan(row["deviation"]) else f" ± {row['deviation']:.{digits}f}"
-        return {
-            "contender": row["contender"],
-            "seeds": f"{row['seeds']}" + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
-            "score": None if math.isnan(row["score"]) else f"{row['score']:.{digits}f}{spread}",
-            "gap": None if math.isnan(gap) else f"{gap:+.{digits}f}",
-            "90 % interval": None if math.isnan(high) else f"{low:+.{digits}f} to {high:+.{digits}f}",
-            "closed": None if row["contender"] == DENSE else {True: "yes", False: "no", None: None}[row["closed"]],
-            "compression ratio": numbers.rate_of(row["ratio"]),
-            "seconds per run": f"{row['seconds']:.0f}",
-        }
-
-    order = rows.assign(dense=rows["contender"] != DENSE).sort_values(["dense", "gap", "contender"])
-    return tables.markdown(pd.DataFrame([cells(row) for _, row in order.iterrows()]))
-
-
-def overview(found: pd.DataFrame) -> str:
-    """Return a Markdown table of gaps: a row per contender that several tasks have, a column per task; ✓: closed."""
-
-    def cell(row: pd.Series) -> str:
-        digits = _digits(row["unit"])
-        if row["contender"] == DENSE:
-            return f"{row['score']:.{digits}f}"
-        if math.isnan(row["gap"]):
-            return "diverged" if row["diverged"] == row["seeds"] else tables.MISSING
-        interval = "" if math.isnan(row["high"]) else f" ({row['low']:+.{digits}f} to {row['high']:+.{digits}f})"
-        return f"{row['gap']:+.{digits}f}{' ✓' if row['closed'] else ''}{interval}"
-
-    found = found[(found["steps"] == STEPS) & ~found["decays"].astype(bool)]
-    found = found[found.groupby("contender")["task"].transform("size") > 1]
-    wide = found.assign(cell=[cell(row) for _, row in found.iterrows()])
-    wide = wide.pivot(index="contender", columns="task", values="cell").reset_index()
-    return tables.markdown(
-        wide.assign(dense=wide["contender"] != DENSE).sort_values("dense", kind="stable").drop(columns="dense")
-    )
-
-
 def markdown(frame: pd.DataFrame) -> str:
-    """Return all tables as Markdown."""
-    found = summary(frame)
+    """Return a Markdown table per group: a row per contender, dense first, then by gap."""
     parts = []
-    if len(found.loc[found["steps"] == STEPS, "task"].unique()) > 1:
-        parts.append(f"### Gaps to dense training after {STEPS} steps\n\n{overview(found)}\n")
-    for (name, steps, ranks, decays), rows in found.groupby(GROUP):
+    for (name, steps, ranks, decays), rows in summary(frame).groupby(GROUP):
+        order = rows.assign(other=rows["contender"] != DENSE).sort_values(["other", "gap", "contender"])
+        unit = rows["unit"].iloc[0]
+        digits = 2 if unit == "%" else 3
+        formats: dict[str, Any] = dict.fromkeys(("score", "deviation"), f"{{:.{digits}f}}".format)
+        formats |= dict.fromkeys(("gap", "low", "high"), f"{{:+.{digits}f}}".format)
+        formats |= {"closed": {True: "yes", False: "no"}.get, "ratio": numbers.rate_of, "seconds": "{:.0f}".format}
         rate = ", with a rate that falls to 0" if decays else ""
-        title = f"{name}: {steps} steps, {ranks} ranks{rate}, {MEASURES[rows['unit'].iloc[0]]}"
-        parts.append(f"### {title}\n\n{table(rows)}\n")
+        text = tables.markdown(order.drop(columns=[*GROUP, "unit", "pairs", "other"]), **formats)
+        parts.append(f"### {name}: {steps} steps, {ranks} ranks{rate}, {MEASURES[unit]}\n\n{text}\n")
     return "\n".join(parts)
 
 

@@ -17,23 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import joblib
-import numpy as np
 import torch
-from torch import nn
 
 from experiments.momentum import remedies, tasks
 from experiments.momentum.contenders import STEPS, Contender, parse
 from experiments.momentum.tasks import TASKS, Task
 from experiments.report import jsonl
-from experiments.training.loop import Diverged
+from experiments.training.models_torch import gradients_of, held_out_sums
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
 
-__all__ = ["OPTIMIZER_MOMENTUM", "run", "train", "units_of"]
+__all__ = ["run", "train", "units_of"]
 
 EVERY = 50  #: steps between evaluations, of which every second is left out before those that are scored
 SCORED = 5  #: the score is the mean of so many last evaluations
-OPTIMIZER_MOMENTUM = {"plain": "keep", "cancelled": "cancel"}  #: the plan's ``optimizer_momentum`` by form
 Unit = tuple[str, Task, Contender, int, int]  # the task's name and settings, contender, seed, steps
 
 
@@ -133,22 +130,29 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
     shares = [data.batches(rank, task.ranks, seed, task.batch) for rank in range(task.ranks)]
     seconds: list[float] = []
     evaluations: list[tuple[int, float]] = []
-    try:
-        for step in range(1, steps + 1):
-            began = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = task.rate_at(step - 1, steps) * contender.lr
-            loss = _step(net, [next(share) for share in shares], task, exchange, optimizer)
-            seconds.append(time.perf_counter() - began)
-            if step % (EVERY if step > steps - SCORED * EVERY else 2 * EVERY) == 0 or step == steps:
-                evaluations.append((step, _finite(tasks.evaluate(net, data, task.metric), "score", step)))
-            _finite(loss, "loss", step)
-        status, score = "done", statistics.fmean(value for _, value in evaluations[-SCORED:])
-    except Diverged:
-        status, score = "diverged", None
+    diverged = False
+    for step in range(1, steps + 1):
+        began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = task.rate_at(step - 1, steps) * contender.lr
+        gradients, losses = zip(*(gradients_of(net, next(share), task.clip) for share in shares), strict=True)
+        reduced = exchange.allreduce_many(gradients)[0]
+        for name, parameter in net.named_parameters():
+            parameter.grad = torch.from_numpy(reduced[name])
+        optimizer.step()
+        seconds.append(time.perf_counter() - began)
+        diverged = not math.isfinite(sum(losses))
+        if step % (EVERY if step > steps - SCORED * EVERY else 2 * EVERY) == 0 or step == steps:
+            value = task.metric.value(*held_out_sums(net, data.held_out(0, 1)))
+            if math.isfinite(value):
+                evaluations.append((step, value))
+            else:
+                diverged = True
+        if diverged:
+            break
     return {
-        "status": status,
-        "score": score,
+        "status": "diverged" if diverged else "done",
+        "score": None if diverged else statistics.fmean(value for _, value in evaluations[-SCORED:]),
         "evaluations": evaluations,
         "ratio": exchange.ledger.compression_ratio(task.ranks - 1),
         "density": contender.density,
@@ -159,37 +163,5 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
 def exchange_of(task: Task, contender: Contender, seed: int) -> Loopback:
     """Return the ranks of a contender. The library learns about the optimizer's momentum only if it can cancel it."""
     remedies.register()  # this may be a process of its own
-    plan = {"seed": seed, **contender.settings}
-    if task.optimizer != "sgd":
-        return Loopback(plan, task.ranks)
-    if contender.form != "default":
-        plan["optimizer_momentum"] = OPTIMIZER_MOMENTUM[contender.form]
-    return Loopback(plan, task.ranks, optimizer=SGD(momentum=contender.momentum_on(task), nesterov=False))
-
-
-def _step(
-    net: nn.Module, batches: Sequence[Any], task: Task, exchange: Loopback, optimizer: torch.optim.Optimizer
-) -> float:
-    """Compute each rank's gradients, exchange them and update the net. Return the ranks' mean loss."""
-    parameters = dict(net.named_parameters())
-    gradients: list[dict[str, np.ndarray]] = []
-    losses = []
-    for batch in batches:
-        net.zero_grad()  # the next backward pass makes new tensors, so the gradients below need no copies
-        loss = tasks.loss_of(net, batch)
-        loss.backward()
-        if task.clip is not None:
-            nn.utils.clip_grad_norm_(parameters.values(), task.clip)
-        gradients.append({name: parameter.grad.numpy() for name, parameter in parameters.items()})
-        losses.append(loss.item())
-    reduced = exchange.allreduce_many(gradients)[0]
-    for name, parameter in parameters.items():
-        parameter.grad = torch.from_numpy(reduced[name])
-    optimizer.step()
-    return statistics.fmean(losses)
-
-
-def _finite(value: float, what: str, step: int) -> float:
-    if not math.isfinite(value):
-        raise Diverged(f"the {what} is {value} at step {step}")
-    return value
+    sgd = SGD(contender.momentum_on(task), nesterov=False) if task.optimizer == "sgd" else None
+    return Loopback({"seed": seed, **contender.plan(task)}, task.ranks, optimizer=sgd)

@@ -20,8 +20,6 @@ from experiments.training import tasks as training
 from experiments.training.models_torch import ByteLSTM, ByteTransformer, build
 from experiments.training.tasks import Bytes, Images, Metric
 
-CHUNK = 500  #: held-out images per forward pass
-
 
 @dataclass(frozen=True)
 class Task:
@@ -139,20 +137,19 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 @cache
-def images(mean: float, deviation: float = 1.0) -> Images:
-    """Return Fashion-MNIST with pixels 0..1, minus ``mean``, divided by ``deviation``, as float32."""
+def images(mean: float, deviation: float = 1.0, held_out: int = 10_000) -> Images:
+    """Return Fashion-MNIST with pixels 0..1, minus ``mean``, divided by ``deviation``, as float32.
+
+    The first ``held_out`` of the held-out images are kept.
+    """
     raw = training.TASKS["fashion_mnist"].load()
     assert isinstance(raw, Images)
 
     def scaled(x: np.ndarray) -> np.ndarray:
         return ((x.astype(np.float32) / 255 - mean) / deviation).astype(np.float32)
 
-    return replace(raw, x=scaled(raw.x), x_held_out=scaled(raw.x_held_out))
-
-
-def shortened(data: Images, held_out: int) -> Images:
-    """Return a data set with the first ``held_out`` of its held-out images."""
-    return replace(data, x_held_out=data.x_held_out[:held_out], y_held_out=data.y_held_out[:held_out])
+    x_held_out, y_held_out = raw.x_held_out[:held_out], raw.y_held_out[:held_out]
+    return replace(raw, x=scaled(raw.x), x_held_out=scaled(x_held_out), y_held_out=y_held_out)
 
 
 @cache
@@ -166,56 +163,10 @@ def text(context: int) -> Bytes:
 #: Data by name; the names of texts begin with "text".
 DATA: dict[str, Callable[[], Any]] = {
     "fashion_mnist": lambda: images(0.286),
-    "fashion_mnist_short": lambda: shortened(images(0.286), 2000),  # for nets whose evaluation takes long
+    "fashion_mnist_short": lambda: images(0.286, held_out=2000),  # for nets whose evaluation takes long
     "fashion_mnist_example": lambda: images(0.1307, 0.3081),  # as pytorch_mnist.py scales MNIST
     "fashion_mnist_plain": cache(training.TASKS["fashion_mnist"].load),
     "text48": lambda: text(48),
     "text32": lambda: text(32),
     "text128": lambda: text(128),
 }
-
-
-def loss_of(net: nn.Module, batch: tuple[np.ndarray, np.ndarray]) -> Tensor:
-    """Return the mean cross-entropy of a batch, in nats, computed on the net's device."""
-    x, y = _on_device_of(net, batch)
-    return F.cross_entropy(net(x).flatten(0, -2), y.flatten())
-
-
-def _on_device_of(net: nn.Module, batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels as tensors on the device of the net's parameters."""
-    device = next(net.parameters()).device
-    return torch.from_numpy(batch[0]).to(device), torch.from_numpy(batch[1]).to(device)
-
-
-def evaluate(net: nn.Module, data: Images | Bytes, metric: Metric) -> float:
-    """Return the metric on the whole held-out set. Leaves the net in training mode."""
-    return metric.value(*held_out_sums(net, data))
-
-
-@torch.no_grad()
-def held_out_sums(
-    net: nn.Module, data: Images | Bytes, rank: int = 0, world_size: int = 1
-) -> tuple[float, float, float]:
-    """Return a metric's sums over a rank's share of the held-out set: log loss in nats, hits and examples.
-
-    Leaves the net in training mode.
-    """
-    net.eval()
-    nll = correct = count = 0.0
-    for x, y in _held_out(data, rank, world_size):
-        inputs, labels = _on_device_of(net, (x, y))
-        logits = net(inputs).flatten(0, -2)
-        labels = labels.flatten()
-        nll += F.cross_entropy(logits, labels, reduction="sum").item()
-        correct += (logits.argmax(1) == labels).sum().item()
-        count += labels.numel()
-    net.train()
-    return nll, correct, count
-
-
-def _held_out(data: Images | Bytes, rank: int, world_size: int) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """Return batches of the held-out set; images in larger batches than the data's own, which is faster."""
-    if isinstance(data, Bytes):
-        return data.held_out(rank, world_size)
-    parts = [slice(start, start + CHUNK) for start in range(rank * CHUNK, len(data.y_held_out), world_size * CHUNK)]
-    return ((training.prepare(data.x_held_out[part]), data.y_held_out[part]) for part in parts)

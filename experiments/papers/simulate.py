@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from experiments import phases
-from experiments.momentum.tasks import evaluate, loss_of
 from experiments.training import loop, models_torch
 from experiments.training.experiment import Task
 from experiments.training.tasks import TASKS, Bytes, Images, net_of
@@ -118,7 +117,7 @@ def train(
     rows: list[Settings] = []
     for step in range(max(at) + 1 if at else given.steps):
         clip = given.clip_norm if given.clip == "before" else None
-        found = [_gradients(model, next(shares), clip) for shares in batches]
+        found = [models_torch.gradients_of(model, next(shares), clip) for shares in batches]
         gradients = [one for one, _ in found]
         loss = float(np.mean([loss for _, loss in found]))
         if not math.isfinite(loss):
@@ -135,7 +134,8 @@ def train(
         sgd.step()
         net.observe(learning_rate=rate, loss=loss)
     whole = not at and len(losses) == given.steps
-    value = evaluate(model, data, TASKS[given.task].metric) if whole else math.nan
+    score = TASKS[given.task].metric.value
+    value = score(*models_torch.held_out_sums(model, data.held_out(0, 1))) if whole else math.nan
     return Trained(losses, value, net.ledger.compression_ratio(ranks - 1), wire_ratio(net), rows)
 
 
@@ -155,16 +155,6 @@ def wire_ratio(net: Loopback) -> float:
     rank = net.world_size - 1
     dense = net.ledger.dense_bytes(rank) * 2 * (net.world_size - 1) / net.world_size
     return dense / sent if (sent := net.ledger.bytes_on_wire(rank)) else math.nan
-
-
-def _gradients(model: torch.nn.Module, batch: Any, clip_norm: float | None) -> tuple[Tensors, float]:
-    """Return a rank's gradients and loss; ``clip_norm`` bounds the norm of all its gradients together."""
-    model.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
-    if clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}, loss.item()
 
 
 def _residuals(net: Loopback, gradients: list[Tensors]) -> list[Tensors]:

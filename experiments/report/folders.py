@@ -5,24 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["choose", "users_own"]
 
 
-def choose(name: str, out: Path | None = None, resume: bool = False, runs: Path = Path("runs")) -> Path:
+def choose(name: str, out: Path | None = None, resume: bool = False) -> Path:
     """Choose the folder of a run; earlier results are never touched.
 
     Args:
         name: the run's.
         out: the folder that the user named.
         resume: take ``out``, or the newest folder of the name.
-        runs: where folders are made.
 
     Raises:
         ValueError: there is nothing to resume, or ``out`` holds something already.
     """
+    runs = Path("runs")
     numbers = {
         int(match[1] or 1): folder
         for folder in (runs.iterdir() if runs.is_dir() else ())
@@ -47,10 +48,5 @@ def users_own(folder: Path) -> Iterator[None]:
         yield
     finally:
         if os.geteuid() == 0 and "SUDO_UID" in os.environ and folder.is_dir():
-            owner = int(os.environ["SUDO_UID"]), int(os.environ.get("SUDO_GID", "-1"))
-            # by open folders: paths could be made to lead elsewhere meanwhile
-            for _, folders, files, opened in os.fwalk(folder, topdown=False):
-                for each in (*folders, *files):
-                    os.chown(each, *owner, dir_fd=opened, follow_symlinks=False)
-            for path in made:
-                os.chown(path, *owner, follow_symlinks=False)
+            owner = ":".join(os.environ[name] for name in ("SUDO_UID", "SUDO_GID") if name in os.environ)
+            subprocess.run(["chown", "-RhP", owner, *made], check=False)

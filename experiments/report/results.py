@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-__all__ = ["FOLDER", "about", "copy_speed", "load", "save"]
+from experiments.report import jsonl
+
+__all__ = ["FOLDER", "about", "copy_speed", "grown", "load", "save"]
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
@@ -54,6 +56,18 @@ def load(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     found = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     frame = pd.DataFrame(found.pop("records"))
     frame.attrs = found
+    return frame
+
+
+def grown(name: str, folder: Path | None) -> pd.DataFrame:
+    """Return the records of ``folder/results.jsonl``, to which an experiment appends, or for None the published ones.
+
+    Raises:
+        ValueError: there are none.
+    """
+    frame = load(name) if folder is None else pd.DataFrame(jsonl.read(folder / "results.jsonl"))
+    if not len(frame):
+        raise ValueError(f"no results in {folder}")
     return frame
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,26 +20,12 @@ app = typer.Typer(
 )
 
 
-class Device(StrEnum):
-    """Where nets compute."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Driver(StrEnum):
-    """What trains."""
-
-    ddp = "ddp"
-    horovod = "horovod"
-
-
 RacesOption = Annotated[str, typer.Option(help="Trainings, with commas: mlp, cnn, resnet, transformer, lstm.")]
 ContendersOption = Annotated[
     str, typer.Option(help="noop, dense, fp16, ddp_powersgd_r4, …, or METHOD[@key=value,…][:plain|:cancelled].")
 ]
-DriverOption = Annotated[Driver, typer.Option(help="Who exchanges gradients.")]
-DeviceOption = Annotated[Device, typer.Option(help="cuda: one GPU that all ranks share, over NCCL; DDP only.")]
+DriverOption = Annotated[Literal["ddp", "horovod"], typer.Option(help="Who exchanges gradients.")]
+DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: one GPU for all ranks; DDP only.")]
 FolderOption = Annotated[Path, typer.Option(help="Folder of the results.")]
 FOLDER = Path("runs/to-accuracy")
 CONTENDERS = (
@@ -64,12 +49,12 @@ def _names(text: str, races: list[str]) -> list[str]:
     return names
 
 
-def _setting(folder: Path, driver: Driver, device: Device) -> Setting:
+def _setting(folder: Path, driver: str, device: str) -> Setting:
     from experiments.to_accuracy.run import Setting
 
-    if device is Device.cuda and driver is not Driver.ddp:
+    if device == "cuda" and driver != "ddp":
         raise ValueError("--device cuda: only DDP trains on a GPU here")
-    return Setting(folder, driver.value, device.value)
+    return Setting(folder, driver, device)
 
 
 @app.command()
@@ -81,8 +66,8 @@ def train(
         str, typer.Option(help="Factors of the learning rate; the best one of the first seed serves the others.")
     ] = "1",
     rate: Annotated[str | None, typer.Option(help="Train over emulated hosts with such links, and time it.")] = None,
-    driver: DriverOption = Driver.ddp,
-    device: DeviceOption = Device.cpu,
+    driver: DriverOption = "ddp",
+    device: DeviceOption = "cpu",
     folder: FolderOption = FOLDER,
 ) -> None:
     """Train each contender once per seed. Trainings that have a result are skipped.
@@ -104,8 +89,8 @@ def measure(
     rates: Annotated[str, typer.Option(help="Speeds of each host's link, with commas.")] = "100mbit,1gbit,10gbit",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
     turn: Annotated[float, typer.Option(min=0.0, help="Seconds of a turn; it has two steps at least.")] = 2.0,
-    driver: DriverOption = Driver.ddp,
-    device: DeviceOption = Device.cpu,
+    driver: DriverOption = "ddp",
+    device: DeviceOption = "cpu",
     folder: FolderOption = FOLDER,
 ) -> None:
     """Measure milliseconds per step, contenders in turns. Needs root. Keep the machine quiet."""
@@ -121,15 +106,12 @@ def report(
     publish: Annotated[bool, typer.Option("--publish", help="Write experiments/results/to-accuracy.json.")] = False,
 ) -> None:
     """Print a table per training and link."""
-    import pandas as pd
-
-    from experiments.report import jsonl, results
+    from experiments.report import results, tables
     from experiments.to_accuracy.report import comparisons, table
 
-    found = results.load("to-accuracy") if folder is None else pd.DataFrame(jsonl.read(folder / "results.jsonl"))
-    if not len(found):
-        raise ValueError(f"no results in {folder}")
+    found = results.grown("to-accuracy", folder)
+    formats = {"milliseconds": "{:.0f}", "rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}"}
     for title, rows in comparisons(found):
-        print(f"### {title}\n\n{table(rows)}\n")
+        tables.show(table(rows), f"\n### {title}\n", **{column: text.format for column, text in formats.items()})
     if publish:
         results.save("to-accuracy", found)

@@ -10,18 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments.momentum import contenders
-from experiments.momentum.contenders import Contender
+from experiments.momentum.contenders import DENSE, Contender
 from experiments.momentum.tasks import Task
 
 NOOP = "noop"  #: no communication: the lower bound of a step's time
-DENSE = "dense"
 FP16 = "fp16"
 POWERSGD = "ddp_powersgd_r"  #: PyTorch's hook; the rank follows
-DRIVERS = {
-    "ddp": (NOOP, DENSE, FP16, *(f"{POWERSGD}{rank}" for rank in (1, 2, 4))),
-    "horovod": (DENSE, FP16),
-}
-BASELINES = DRIVERS["ddp"]
+BASELINES = (NOOP, DENSE, FP16, *(f"{POWERSGD}{rank}" for rank in (1, 2, 4)))  #: Horovod has dense and fp16 alone
 
 
 def baseline_of(name: str) -> str | None:
@@ -46,27 +41,3 @@ def parse(name: str, task: Task | None = None) -> Contender:
     if dense.settings != {"method": "none"} or dense.form != "default":
         raise ValueError(f"{name}: {baseline} takes lr, mu and beta1 only")
     return replace(dense, name=name)
-
-
-def at_rate(name: str, lr: float) -> str:
-    """Return a contender with a factor of the task's learning rate.
-
-    >>> at_rate("topk@density=0.002:plain", 2), at_rate("dense", 0.5), at_rate("dense", 1)
-    ('topk@density=0.002,lr=2:plain', 'dense@lr=0.5', 'dense')
-    """
-    if lr == 1:
-        return name
-    text, colon, form = name.partition(":")
-    return f"{text}{',' if '@' in text else '@'}lr={lr:g}{colon}{form}"
-
-
-def without_rate(name: str) -> str:
-    """Return a contender without its factor of the learning rate.
-
-    >>> without_rate("topk@density=0.002,lr=2:plain"), without_rate("dense@lr=2")
-    ('topk@density=0.002:plain', 'dense')
-    """
-    text, colon, form = name.partition(":")
-    base, _, given = text.partition("@")
-    left = ",".join(word for word in given.split(",") if word and not word.startswith("lr="))
-    return f"{base}{'@' if left else ''}{left}{colon}{form}"

@@ -24,14 +24,15 @@ from experiments.to_accuracy.contenders import parse
 from experiments.to_accuracy.races import RACES, Race
 from experiments.to_accuracy.run import TIMEOUT
 from experiments.to_accuracy.trainer import TRAINERS, Trainer
-from experiments.training.loop import Ranks
+from experiments.training.loop import sums
+from experiments.training.models_torch import held_out_sums
 from experiments.training.tasks import Batch
 from experiments.training.torch_trainer import DdpRanks
 
 WARM_UP = 3  #: steps before a clock starts; DDP's PowerSGD hook is dense in the first two of them
 
 
-def join(driver: str, device: str) -> Ranks:
+def join(driver: str, device: str) -> DdpRanks:
     """Join the ranks of this launch: DDP's, over gloo or NCCL, or Horovod's."""
     if driver == "horovod":
         import horovod.torch as hvd
@@ -45,12 +46,7 @@ def join(driver: str, device: str) -> Ranks:
     return DdpRanks()
 
 
-def sums(ranks: Ranks, mine: Sequence[float] = (0.0,)) -> list[float]:
-    """Return the sums over the ranks of a few numbers; all ranks wait for each other."""
-    return np.sum(ranks.allgather_object(list(map(float, mine)), name="sums"), axis=0).tolist()
-
-
-def batches_of(ranks: Ranks, race: Race, seed: int) -> Iterator[Batch]:
+def batches_of(ranks: DdpRanks, race: Race, seed: int) -> Iterator[Batch]:
     """Return this rank's batches."""
     return tasks.DATA[race.task.data]().batches(ranks.rank(), ranks.size(), seed, race.task.batch)
 
@@ -61,7 +57,7 @@ def prepare(race: Race, driver: str, device: str, name: str, seed: int) -> Train
     return TRAINERS[driver](race.task, parse(name, race.task), device)
 
 
-def train(ranks: Ranks, race: Race, driver: str, device: str, contender: str, seed: int) -> None:
+def train(ranks: DdpRanks, race: Race, driver: str, device: str, contender: str, seed: int) -> None:
     """Train, and print the score of each evaluation and the seconds of training until then."""
     throw_away, batches = prepare(race, driver, device, contender, seed), batches_of(ranks, race, seed)
     for _ in range(WARM_UP):
@@ -70,22 +66,20 @@ def train(ranks: Ranks, race: Race, driver: str, device: str, contender: str, se
     del throw_away
     trainer, batches = prepare(race, driver, device, contender, seed), batches_of(ranks, race, seed)
     seconds = 0.0
-    sums(ranks)
+    ranks.allgather_object(None, name="begin")
     for step in range(1, race.steps + 1):
         trainer.set_rate(step - 1, race.steps)
         seconds += timed(trainer, next(batches))
         if step % race.every == 0 or step == race.steps:
-            data = tasks.DATA[race.task.data]()
-            score = race.task.metric.value(
-                *sums(ranks, tasks.held_out_sums(trainer.net, data, ranks.rank(), ranks.size()))
-            )
+            held_out = tasks.DATA[race.task.data]().held_out(ranks.rank(), ranks.size())
+            score = race.task.metric.value(*sums(ranks, held_out_sums(trainer.net, held_out), "score"))
             say(ranks, {"step": step, "seconds": round(seconds, 4), "score": score})
     say(ranks, {"done": True})
     trainer.close()
 
 
 def measure(
-    ranks: Ranks, race: Race, driver: str, device: str, contenders: Sequence[str], rounds: int, turn: float
+    ranks: DdpRanks, race: Race, driver: str, device: str, contenders: Sequence[str], rounds: int, turn: float
 ) -> None:
     """Print milliseconds per step of each contender.
 
@@ -106,7 +100,7 @@ def measure(
             trainer.step(next(batches))
         times = turn_of(ranks, trainer, batches, WARM_UP + 2)
         # every rank must take as many steps
-        mean = sums(ranks, [float(np.median(times[WARM_UP:]))])[0] / ranks.size()
+        mean = sums(ranks, [float(np.median(times[WARM_UP:]))], "median")[0] / ranks.size()
         lengths[name] = max(2, round(turn / mean))
     found: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -119,9 +113,9 @@ def measure(
         trainer.close()
 
 
-def turn_of(ranks: Ranks, trainer: Trainer, batches: Iterator[Batch], steps: int) -> list[float]:
+def turn_of(ranks: DdpRanks, trainer: Trainer, batches: Iterator[Batch], steps: int) -> list[float]:
     """Return the seconds of each step of a turn, all ranks beginning together."""
-    sums(ranks)
+    ranks.allgather_object(None, name="begin")
     return [timed(trainer, next(batches)) for _ in range(steps)]
 
 
@@ -134,7 +128,7 @@ def timed(trainer: Trainer, batch: Batch) -> float:
     return time.perf_counter() - began
 
 
-def say(ranks: Ranks, record: dict[str, Any]) -> None:
+def say(ranks: DdpRanks, record: dict[str, Any]) -> None:
     """Print a line of JSON on rank 0, at once."""
     if ranks.rank() == 0:
         print(json.dumps(record), flush=True)

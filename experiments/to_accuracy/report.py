@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.cluster.rates import Rate
-from experiments.report import statistics, tables
-from experiments.to_accuracy.contenders import DENSE, FP16, NOOP, baseline_of, parse, without_rate
+from experiments.momentum.contenders import DENSE, without_rate
+from experiments.report import statistics
+from experiments.to_accuracy.contenders import NOOP, baseline_of, parse
 from experiments.to_accuracy.races import RACES
 from experiments.to_accuracy.run import best, reached
 
@@ -23,6 +23,7 @@ __all__ = ["comparisons", "outcomes", "table"]
 
 SCORED = 5  #: the score is the mean of so many last evaluations
 COMPARISON = ["race", "device", "driver", "rate"]
+TRAINED = ["lr", "seed", "step", "score", "seconds"]
 
 
 def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
@@ -57,49 +58,46 @@ def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
             rows.append({**row, **more, "seconds": step * row["milliseconds"] / 1000})
         if not seeds:
             rows.append(row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=[*COMPARISON, "contender", "milliseconds", *TRAINED])
 
 
 def comparisons(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the title and the outcomes of each race, driver and link; the slowest links first."""
-    found = outcomes(frame)
-    order = {race: number for number, race in enumerate(RACES)}
-    keys = found[COMPARISON].drop_duplicates()
-    keys["order"], keys["speed"] = keys["race"].map(order), keys["rate"].map(lambda rate: Rate.parse(rate).slower)
-    for _, key in keys.sort_values(["order", "device", "driver", "speed"]).iterrows():
-        rows = found[(found[COMPARISON] == key[COMPARISON]).all(axis=1)]
-        race = RACES[key["race"]]
+    """Yield the title and the outcomes of each race, device, driver and link."""
+    for (name, device, driver, rate), rows in outcomes(frame).groupby(COMPARISON):
+        race = RACES[name]
         target = f"{race.target:g} {'%' if race.task.metric.higher_is_better else 'bits'}"
-        on = ", on a GPU" if key["device"] == "cuda" else ""
-        yield f"{key['race']}: {target}, {key['driver']}, {race.task.ranks} hosts at {key['rate']}{on}", rows
+        on = ", on a GPU" if device == "cuda" else ""
+        yield f"{name}: {target}, {driver}, {race.task.ranks} hosts at {rate}{on}", rows
 
 
-def arrivals(rows: pd.DataFrame) -> pd.Series:
-    """Return the mean seconds of a comparison's contenders that reach the target on every seed, the first one first."""
-    seconds = rows.dropna(subset="seed").groupby("contender")["seconds"].agg(lambda each: each.mean(skipna=False))
-    return seconds.dropna().sort_values()
+def table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per contender of a comparison, the first one to arrive at the top.
+
+    Steps and seconds are means over the seeds, and NaN if one of them has not reached the target. The last columns are
+    the seconds as a share of those of dense training, and of the first baseline to arrive: mean and interval.
+    """
+
+    def mean(values: pd.Series) -> float:
+        return float(values.mean(skipna=False))
+
+    found = rows.groupby("contender", sort=False).agg(
+        milliseconds=("milliseconds", "first"),
+        rate=("lr", "first"),
+        seeds=("seed", "count"),
+        steps=("step", mean),
+        seconds=("seconds", mean),
+        score=("score", "mean"),
+    )
+    found = found.sort_values("seconds")
+    there = found.index[found["seconds"].notna()]
+    alternatives = [name for name in there if baseline_of(name) not in (None, NOOP) and "@" not in name]
+    for title, reference in (("of dense", [DENSE]), ("of the best alternative", alternatives[:1])):
+        base = rows[rows["contender"].isin(reference)].set_index("seed")["seconds"]
+        shares = (rows["seconds"] / rows["seed"].map(base)).groupby(rows["contender"])
+        found[title] = [_spread(shares.get_group(name).dropna()) if name in there else None for name in found.index]
+    return found.reset_index()
 
 
-def table(rows: pd.DataFrame) -> str:
-    """Return the Markdown table of a comparison, the first contender to arrive at the top."""
-    there = arrivals(rows)
-    others = [name for name in there.index if baseline_of(name) not in (None, NOOP) and "@" not in name]
-    references = {"of the best alternative": others[0] if others else "", "of dense": DENSE, "of fp16": FP16}
-    digits = 1 if RACES[rows["race"].iloc[0]].task.metric.higher_is_better else 3
-    out = []
-    for name, group in rows.groupby("contender", sort=False):
-        trained = group.dropna(subset="seed")
-        row = {"contender": name, "ms per step": f"{group['milliseconds'].iloc[0]:.0f}"}
-        row["rate"] = f"{trained['lr'].iloc[0]:g}" if len(trained) else None
-        row["steps"] = ", ".join(tables.MISSING if math.isnan(s) else f"{s:.0f}" for s in trained["step"]) or None
-        row["seconds"] = f"{there[name]:.1f}" if name in there else "not reached" if len(trained) else None
-        for title, reference in references.items():
-            base = rows[rows["contender"] == reference].set_index("seed")["seconds"]
-            ratios = (trained.set_index("seed")["seconds"] / base).dropna() if name in there else []
-            if len(ratios):
-                mean, low, high = statistics.interval(ratios)
-                row[title] = f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if len(ratios) > 1 else "")
-        row["score at the end"] = f"{trained['score'].mean():.{digits}f}" if len(trained) else None
-        out.append({**row, "_order": -1.0 if name == NOOP else there.get(name, math.inf)})
-    columns = ["contender", "ms per step", "rate", "steps", "seconds", *references, "score at the end"]
-    return tables.markdown(pd.DataFrame(out).sort_values("_order", kind="stable").reindex(columns=columns))
+def _spread(values: pd.Series) -> str | None:
+    mean, low, high = statistics.interval(values)
+    return f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if len(values) > 1 else "") if len(values) else None

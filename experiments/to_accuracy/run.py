@@ -18,8 +18,8 @@ import numpy as np
 
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
+from experiments.momentum.contenders import at_rate, without_rate
 from experiments.report import jsonl
-from experiments.to_accuracy.contenders import at_rate, without_rate
 from experiments.to_accuracy.races import RACES, Race
 
 __all__ = ["Setting", "best", "reached", "start", "time_all", "train", "train_all"]

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.momentum import tasks
 from experiments.momentum.contenders import Contender
-from experiments.momentum.study import OPTIMIZER_MOMENTUM
 from experiments.momentum.tasks import Task
 from experiments.to_accuracy.contenders import FP16, NOOP, POWERSGD, baseline_of
+from experiments.training.models_torch import loss_of
 from experiments.training.tasks import Batch
 from hvdcompress import ddp
 from hvdcompress._torch.compressor import TensorCompressor
@@ -28,14 +28,6 @@ def noop(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def settings_of(contender: Contender, task: Task) -> tuple[Any, dict[str, Any]]:
-    """Return a method's id, or "auto", and its settings."""
-    settings = dict(contender.settings)
-    if contender.form != "default" and task.optimizer == "sgd":
-        settings["optimizer_momentum"] = OPTIMIZER_MOMENTUM[contender.form]
-    return settings.pop("method"), settings
 
 
 class Trainer:
@@ -72,14 +64,14 @@ class Trainer:
     def step(self, batch: Batch) -> None:
         """Take one training step."""
         self.optimizer.zero_grad()
-        tasks.loss_of(self.model, batch).backward()
-        if self.task.clip is not None:
-            self.clip(self.task.clip)
-        self.optimizer.step()
+        loss_of(self.model, batch).backward()
+        self.update()
 
-    def clip(self, limit: float) -> None:
-        """Clip the averaged gradient, after the exchange."""
-        nn.utils.clip_grad_norm_(self.net.parameters(), limit)
+    def update(self) -> None:
+        """Update the net. Clip the averaged gradient before, unless DDP's Compressor has done so in the exchange."""
+        if self.task.clip is not None and not isinstance(self.compressor, ddp.Compressor):
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.task.clip)
+        self.optimizer.step()
 
     def close(self) -> None:
         """Free what the contender holds, on all ranks."""
@@ -97,10 +89,8 @@ class DdpTrainer(Trainer):
         )
         self.model = model
         if self.baseline is None:
-            method, settings = settings_of(contender, task)
-            if task.clip is not None:
-                settings["clip_norm"] = task.clip
-            self.compressor = ddp.attach(model, method, optimizer=self.optimizer, **settings)
+            plan = {**contender.plan(task), **({"clip_norm": task.clip} if task.clip is not None else {})}
+            self.compressor = ddp.attach(model, plan, optimizer=self.optimizer)
         elif powersgd:
             rank = int(baseline.removeprefix(POWERSGD))
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
@@ -109,11 +99,6 @@ class DdpTrainer(Trainer):
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif baseline == NOOP:
             model.register_comm_hook(None, noop)
-
-    def clip(self, limit: float) -> None:
-        """Clip, unless the Compressor has done so in the exchange."""
-        if self.compressor is None:
-            super().clip(limit)
 
     def close(self) -> None:
         """Free the Compressor's process group when all ranks have come here."""
@@ -134,22 +119,17 @@ class HorovodTrainer(Trainer):
         named = list(self.net.named_parameters())
         compression: Any = hvd.Compression.fp16 if self.baseline == FP16 else hvd.Compression.none
         if self.baseline is None:
-            method, settings = settings_of(contender, task)
-            compression = self.compressor = Compressor(method, named, **settings)
+            compression = self.compressor = Compressor(contender.plan(task), named)
         else:  # Horovod caches tensors by name, and a process trains several contenders
             named = [(f"{contender.name}.{name}", parameter) for name, parameter in named]
         self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=named, compression=compression)
         hvd.broadcast_parameters(self.net.state_dict(), root_rank=0)
 
-    def step(self, batch: Batch) -> None:
-        """Take one training step; clip between the exchange and the update."""
-        self.optimizer.zero_grad()
-        tasks.loss_of(self.model, batch).backward()
+    def update(self) -> None:
+        """Wait for the exchange, clip and update."""
         self.optimizer.synchronize()
-        if self.task.clip is not None:
-            self.clip(self.task.clip)
         with self.optimizer.skip_synchronize():
-            self.optimizer.step()
+            super().update()
 
 
 TRAINERS: dict[str, type[Trainer]] = {"ddp": DdpTrainer, "horovod": HorovodTrainer}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,14 +17,7 @@ if TYPE_CHECKING:
     from experiments.training.experiment import Experiment
 
 
-class Driver(StrEnum):
-    """What exchanges gradients: Horovod over MPI or over Gloo, or PyTorch's DDP over gloo."""
-
-    horovod = "horovod"
-    gloo = "gloo"
-    ddp = "ddp"
-
-
+Driver = Literal["horovod", "gloo", "ddp"]
 RanksOption = Annotated[int | None, typer.Option("-np", "--ranks", min=1, help="Ranks, instead of the file's.")]
 DriverOption = Annotated[
     Driver | None, typer.Option(help="Horovod over MPI or Gloo, or DDP. Default: horovod, or ddp where it is missing.")
@@ -98,16 +90,16 @@ def _train(
     from experiments.training.report import publish
     from experiments.training.run import check, prepare, train
 
-    driver = driver or (Driver.horovod if has_horovod() else Driver.ddp)
-    check(experiment, driver.value)
-    folder = choose(experiment.name if driver is Driver.horovod else f"{experiment.name}-{driver.value}", out, resume)
-    shared = "shared memory" if driver is Driver.horovod else "TCP on the loopback interface"
+    driver = driver or ("horovod" if has_horovod() else "ddp")
+    check(experiment, driver)
+    folder = choose(experiment.name if driver == "horovod" else f"{experiment.name}-{driver}", out, resume)
+    shared = "shared memory" if driver == "horovod" else "TCP on the loopback interface"
     with users_own(folder), stoppable():
-        prepare(folder, experiment, driver.value, str(network or shared))
+        prepare(folder, experiment, driver, str(network or shared))
         print(f"{experiment.name}: {len(experiment.runs())} runs on {experiment.ranks} ranks → {folder}", flush=True)
         try:
             with network or contextlib.nullcontext():
-                finished = train(experiment, folder, driver.value, network)
+                finished = train(experiment, folder, driver, network)
         finally:
             if any((folder / "metrics").iterdir()):
                 publish([folder], folder)

@@ -37,7 +37,7 @@ class Task(BaseModel):
     """Bound on the norm of the whole gradient."""
     clip: Literal["after", "before"] = "after"
     """What ``clip_norm`` bounds. "after": the averaged gradient, once exchanged. "before": each rank's own, before it
-    meets its residual; this takes a second backward pass."""
+    meets its residual; simulated ranks only."""
     log_every: int = Field(10, ge=1)
 
 

@@ -36,7 +36,7 @@ def load(path: Path) -> Gradients:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds something else, or the steps' tensors differ.
+        ValueError: it holds something else.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -50,8 +50,4 @@ def load(path: Path) -> Gradients:
                 found.setdefault(int(step), {}).setdefault(int(rank), {})[name] = file.get_tensor(key)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} holds no gradients saved by hvdcompress: {error}") from None
-    gradients = [[found[step][rank] for rank in sorted(found[step])] for step in sorted(found)]
-    kinds = {tuple(sorted((name, array.shape) for name, array in one.items())) for ranks in gradients for one in ranks}
-    if len(kinds) != 1 or len({len(ranks) for ranks in gradients}) != 1:
-        raise ValueError(f"{path}: not every step has the same tensors of every rank")
-    return gradients
+    return [[found[step][rank] for rank in sorted(found[step])] for step in sorted(found)]

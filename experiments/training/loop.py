@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,7 +15,10 @@ from experiments.report import jsonl
 from experiments.training.experiment import Run, Task
 from experiments.training.tasks import TASKS, Batch, Bytes, Images
 
-__all__ = ["Diverged", "Ranks", "Trainer", "learning_rate", "train"]
+if TYPE_CHECKING:
+    from experiments.training.torch_trainer import DdpRanks
+
+__all__ = ["Diverged", "Trainer", "learning_rate", "sums", "train"]
 
 UNTIMED_STEPS = 10  # the first steps compile kernels and fill Horovod's caches: not part of the step time
 EVALUATIONS = 8  # of the held-out set, evenly over the steps
@@ -24,17 +27,6 @@ COMPUTED = 3  # forward and backward passes without an exchange that are timed a
 
 class Diverged(Exception):
     """The loss is not finite any more; raised by every rank in the same step."""
-
-
-class Ranks(Protocol):
-    """What Horovod's modules have, and ``torch_trainer.DdpRanks``."""
-
-    def init(self) -> None: ...  # noqa: D102
-    def shutdown(self) -> None: ...  # noqa: D102
-    def rank(self) -> int: ...  # noqa: D102
-    def size(self) -> int: ...  # noqa: D102
-    def allgather_object(self, value: Any, name: str) -> list[Any]: ...  # noqa: D102
-    def broadcast_object(self, value: Any, root_rank: int) -> Any: ...  # noqa: D102
 
 
 class Trainer(Protocol):
@@ -51,8 +43,8 @@ class Trainer(Protocol):
     def compute(self, batch: Batch) -> None:
         """Forward and backward without an exchange or an update, to be timed."""
 
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Return sums over a batch: negative log-likelihood, and how many are right."""
+    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+        """Return sums over batches: negative log-likelihood, how many are right, and how many there are."""
 
 
 def learning_rate(task: Task, step: int) -> float:
@@ -61,11 +53,11 @@ def learning_rate(task: Task, step: int) -> float:
     return task.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / task.steps))
 
 
-def train(ranks: Ranks, run: Run, data: Images | Bytes, trainer: Trainer, file: Path, **notes: Any) -> None:
+def train(ranks: DdpRanks, run: Run, data: Images | Bytes, trainer: Trainer, file: Path, **notes: Any) -> None:
     """Train one run, and write its events on rank 0: start, step …, finished.
 
     Args:
-        ranks: all ranks of the launch.
+        ranks: all ranks of the launch: :class:`DdpRanks`, or a module of Horovod, which has the same functions.
         run: what is trained.
         data: of its task.
         trainer: at its initial parameters.
@@ -84,10 +76,8 @@ def train(ranks: Ranks, run: Run, data: Images | Bytes, trainer: Trainer, file: 
             jsonl.append(file, {"event": event, **values})
 
     def score() -> float:
-        mine = np.zeros(3)
-        for batch in data.held_out(ranks.rank(), ranks.size()):
-            mine += [*trainer.evaluate(batch), batch[1].size]
-        return TASKS[task.task].metric.value(*_sums(ranks, mine.tolist(), "score"))
+        mine = trainer.evaluate(data.held_out(ranks.rank(), ranks.size()))
+        return TASKS[task.task].metric.value(*sums(ranks, mine, "score"))
 
     print(f"[{run.id}] {compressor.describe()}", flush=True)
     say("start", spec=run.spec(), parameters=sum(sizes), describe=compressor.describe(), **notes)
@@ -104,7 +94,7 @@ def train(ranks: Ranks, run: Run, data: Images | Bytes, trainer: Trainer, file: 
         compressor.observe(learning_rate=rate)
         last = step + 1 == task.steps
         if (step + 1) % task.log_every == 0 or last:
-            mean = _sums(ranks, [sum(losses) / len(losses)], "average")[0] / ranks.size()
+            mean = sums(ranks, [sum(losses) / len(losses)], "average")[0] / ranks.size()
             if not math.isfinite(mean):
                 raise Diverged(f"the loss is {mean} at step {step + 1}: try a lower learning_rate")
             losses = []
@@ -135,7 +125,7 @@ def _seconds_of(work: Callable[[Batch], None], batch: Batch) -> float:
     return time.perf_counter() - began
 
 
-def _sums(ranks: Ranks, mine: Sequence[float], name: str) -> list[float]:
+def sums(ranks: DdpRanks, mine: Sequence[float], name: str) -> list[float]:
     """Return the sums over ranks of a few numbers; equal on all ranks."""
     return np.sum(ranks.allgather_object(list(map(float, mine)), name=name), axis=0).tolist()
 

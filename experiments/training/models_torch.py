@@ -1,4 +1,4 @@
-"""The nets that the tasks train, in PyTorch, by the names in ``tasks.NETS``.
+"""The nets that the tasks train, in PyTorch, by the names in ``tasks.NETS``; their loss, gradients and evaluation.
 
 There is no batch normalisation, whose running means would differ between ranks, and hardly a bias: tensors too small to
 compress travel dense, and would hide what the methods save.
@@ -6,12 +6,17 @@ compress travel dense, and would hide what the methods save.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ByteLSTM", "ByteTransformer", "build"]
+from experiments.training.tasks import Batch
+
+__all__ = ["ByteLSTM", "ByteTransformer", "build", "gradients_of", "held_out_sums", "loss_of"]
 
 
 def digits_net(data: Any) -> nn.Module:
@@ -53,14 +58,8 @@ def fnn3(data: Any) -> nn.Module:
 
 
 def lenet5(data: Any) -> nn.Module:
-    """LeNet-5 with ReLUs and maxima, as Gaussian-k's study has it: 62 thousand parameters for grey pictures of 28x28.
-
-    Raises:
-        ValueError: a side of the pictures has fewer than 12 pixels.
-    """
+    """LeNet-5 with ReLUs and maxima, as Gaussian-k's study has it: 62 thousand parameters for 28x28 in grey."""
     channels, height, width = data.x.shape[1:]
-    if min(height, width) < 12:
-        raise ValueError(f"the net 'lenet5' needs pictures of 12 pixels a side or more, not {height}x{width}")
     sides = [(side // 2 - 4) // 2 for side in (height, width)]
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5, padding=2),  # MNIST's 28 pixels as the 32 that the net was made for
@@ -195,8 +194,41 @@ def build(net: str, data: Any, **sizes: int) -> nn.Module:
         net: a name in ``tasks.NETS``.
         data: the data set, ``Images`` or ``Bytes``.
         sizes: arguments of the net, such as ``width``.
-
-    Raises:
-        ValueError: the data's pictures are too small for it.
     """
     return BUILDERS[net](data, **sizes)
+
+
+def _tensors(net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return inputs and labels as tensors on the device of the net's parameters."""
+    device = next(net.parameters()).device
+    return torch.from_numpy(batch[0]).to(device), torch.from_numpy(batch[1]).to(device).flatten()
+
+
+def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy of a batch, in nats, computed on the net's device."""
+    x, y = _tensors(net, batch)
+    return F.cross_entropy(net(x).flatten(0, -2), y)
+
+
+def gradients_of(net: nn.Module, batch: Batch, clip: float | None = None) -> tuple[dict[str, np.ndarray], float]:
+    """Return the gradients of a batch by parameter name, and the loss; ``clip`` bounds the norm of all of them."""
+    net.zero_grad()  # the next backward pass makes new tensors, so what is returned needs no copies
+    loss = loss_of(net, batch)
+    loss.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(net.parameters(), clip)
+    return {name: parameter.grad.numpy() for name, parameter in net.named_parameters()}, loss.item()
+
+
+@torch.no_grad()
+def held_out_sums(net: nn.Module, batches: Iterable[Batch]) -> list[float]:
+    """Return a metric's sums over batches: log loss in nats, hits and examples. Leaves the net in training mode."""
+    net.eval()
+    sums = np.zeros(3)
+    for batch in batches:
+        x, y = _tensors(net, batch)
+        logits = net(x).flatten(0, -2)
+        nll = F.cross_entropy(logits, y, reduction="sum").item()
+        sums += [nll, (logits.argmax(1) == y).sum().item(), y.numel()]
+    net.train()
+    return sums.tolist()

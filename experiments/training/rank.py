@@ -17,16 +17,19 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hvdcompress
 from experiments.report import jsonl
 from experiments.training.experiment import Experiment
-from experiments.training.loop import Diverged, Ranks, train
+from experiments.training.loop import Diverged, train
 from experiments.training.tasks import TASKS
 
+if TYPE_CHECKING:
+    from experiments.training.torch_trainer import DdpRanks
 
-def framework_of(driver: str) -> tuple[Ranks, Callable[..., Any], str]:
+
+def framework_of(driver: str) -> tuple[DdpRanks, Callable[..., Any], str]:
     """Return the ranks, the trainer and the framework's version of a driver: horovod, ddp or tensorflow."""
     if driver == "tensorflow":
         import horovod.tensorflow as hvd
@@ -58,7 +61,7 @@ def main() -> None:
     files = {run.id: folder / "metrics" / f"{run.id}.jsonl" for run in runs}
     # Rank 0 decides: files of a shared file system may look older on other hosts.
     ended = [id for id, file in files.items() if any(e["event"] in ("finished", "failed") for e in jsonl.read(file))]
-    ended = ranks.broadcast_object(ended, root_rank=0)
+    ended = ranks.allgather_object(ended, name="ended")[0]
     name, data = "", None  # one task's at a time
     for run in runs:
         if run.id in ended:

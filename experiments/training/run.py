@@ -13,7 +13,7 @@ from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import speed
 from experiments.report import jsonl
-from experiments.report.numbers import clock, seconds_of
+from experiments.report.numbers import seconds_of
 from experiments.training.experiment import Experiment, Run
 from experiments.training.tasks import TASKS, net_of
 from hvdcompress.registry import suggest
@@ -42,6 +42,8 @@ def check(experiment: Experiment, driver: launch.Driver) -> None:
             net = net_of(task.task, task.net)
         except ValueError as error:
             raise experiment.error(("tasks", number, "net"), str(error)) from None
+        if task.clip == "before":
+            raise experiment.error(("tasks", number, "clip"), "must be after, unless ranks are simulated")
         if tensorflow and (net != "digits_net" or task.clip_norm):
             raise experiment.error(("tasks", number), "TensorFlow trains the net digits_net without clipping")
 
@@ -67,20 +69,12 @@ def prepare(folder: Path, experiment: Experiment, driver: str, link: str) -> Non
             file.unlink(missing_ok=True)
             continue
         old = {**events[0]["spec"], "launch": {key: events[0]["launch"].get(key) for key in launched}}
-        if changed := _changes(old, json.loads(json.dumps({**run.spec(), "launch": launched}))):
-            raise ValueError(
-                f"{file} was made with other settings ({changed}): resume with the same, or leave --resume"
-            )
+        now = json.loads(json.dumps({**run.spec(), "launch": launched}))
+        if changed := [key for key in now if old.get(key) != now[key]]:
+            there = {key: old.get(key) for key in changed}
+            raise ValueError(f"{file} was made with other settings, {there}: resume with the same, or leave --resume")
     experiment.save(folder / "config.yaml")
     (folder / "launch.json").write_text(json.dumps(launched) + "\n", encoding="utf-8")
-
-
-def _changes(old: Any, new: Any, key: str = "") -> str:
-    """Return the keys at which two nested dicts differ, with both values; empty if they do not."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        parts = (_changes(old.get(k), new.get(k), f"{key}.{k}".lstrip(".")) for k in {**old, **new})
-        return ", ".join(filter(None, parts))
-    return "" if old == new else f"{key}: {old!r} there, {new!r} now"
 
 
 def train(experiment: Experiment, folder: Path, driver: launch.Driver, hosts: Hosts | None = None) -> bool:
@@ -107,7 +101,6 @@ def train(experiment: Experiment, folder: Path, driver: launch.Driver, hosts: Ho
     program = ("-m", RANK, "tensorflow" if experiment.framework == "tensorflow" else driver, str(folder))
     log, progress = folder / "log.txt", Progress(experiment.runs(), folder)
     while waiting := progress.waiting():
-        progress.began = time.monotonic()
         try:
             launch.run(program, experiment.ranks, driver, hosts=hosts, log=log, poll=progress)
         except launch.LaunchError as error:
@@ -118,12 +111,12 @@ def train(experiment: Experiment, folder: Path, driver: launch.Driver, hosts: Ho
                 jsonl.append(progress.file(begun), {"event": "failed", "error": str(error).splitlines()[0]})
             elif len(left) == len(waiting):
                 raise
-            print(f"{error}\nThe whole log: {launch.shown(log)}", file=sys.stderr)
+            print(f"{error}\nThe whole log: {log}", file=sys.stderr)
     return all(events[-1]["event"] == "finished" for events in progress.events.values())
 
 
 class Progress:
-    """One line that says how far the ranks are, and a line per run that has ended.
+    """A line per run that has ended.
 
     Args:
         runs: all of them, in order.
@@ -131,7 +124,7 @@ class Progress:
     """
 
     def __init__(self, runs: Sequence[Run], folder: Path):
-        self.runs, self.folder, self.began, self.looked = runs, folder, time.monotonic(), 0.0
+        self.runs, self.folder, self.looked = runs, folder, 0.0
         self.events: dict[str, list[dict[str, Any]]] = {}
         self.said = {run.id for run in self.waiting()} ^ {run.id for run in runs}  # by an earlier launch
 
@@ -150,7 +143,6 @@ class Progress:
             return
         self.looked = time.monotonic()
         waiting = self.waiting()
-        terminal = sys.stdout.isatty()
         for number, run in enumerate(self.runs, 1):
             if run not in waiting and run.id not in self.said:
                 self.said.add(run.id)
@@ -158,10 +150,4 @@ class Progress:
                 unit = TASKS[run.task.task].metric.unit
                 words = end.get("error") or f"{end['score']:.2f} {unit}, {seconds_of(end['step_s'])} per step"
                 seed = f" seed {run.seed}" if run.seed else ""
-                print("\r\033[K" if terminal else "", end="")
                 print(f"[{number}/{len(self.runs)}] {run.task.label} {run.method.label}{seed}: {words}", flush=True)
-        if terminal and waiting:
-            run = next((run for run in waiting if self.events[run.id]), waiting[0])
-            steps = [event for event in self.events[run.id] if event["event"] == "step"]
-            at = f"step {steps[-1]['step']} of {run.task.steps}, loss {steps[-1]['loss']:.3f}" if steps else "starting"
-            print(f"\r\033[K{clock(time.monotonic() - self.began)}  {run.id}: {at}", end="", flush=True)

@@ -14,7 +14,6 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from experiments.training import gradients, models_torch
 from experiments.training.tasks import TASKS, net_of
@@ -60,16 +59,11 @@ def main() -> None:
     batches = [data.batches(rank, given.ranks, given.seed, given.batch_size) for rank in range(given.ranks)]
     kept: gradients.Gradients = []
     for step in range(given.steps):
-        ranks = []
-        for shares in batches:
-            x, y = map(torch.from_numpy, next(shares))
-            model.zero_grad()
-            F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
-            ranks.append({name: p.grad.clone() for name, p in model.named_parameters()})  # type: ignore[union-attr]
+        ranks = [models_torch.gradients_of(model, next(shares))[0] for shares in batches]
         if step in chosen:
-            kept.append([{name: gradient.numpy() for name, gradient in one.items()} for one in ranks])
+            kept.append(ranks)
         for name, parameter in model.named_parameters():
-            parameter.grad = torch.stack([one[name] for one in ranks]).mean(dim=0)
+            parameter.grad = torch.stack([torch.from_numpy(one[name]) for one in ranks]).mean(dim=0)
         sgd.step()
     gradients.save(given.file, kept)
     print(f"{given.file}: {len(kept)} steps of {given.ranks} ranks, {len(kept[0][0])} tensors")

@@ -23,7 +23,8 @@ __all__ = ["ACCURACY", "BITS_PER_BYTE", "NETS", "TASKS", "Batch", "Bytes", "Imag
 __all__ += ["prepare", "split"]
 
 Batch = tuple[np.ndarray, np.ndarray]  # inputs, and the int64 class of each
-HELD_OUT_BATCH = 64
+HELD_OUT_BATCH = 64  #: windows of text per forward pass
+HELD_OUT_IMAGES = 500
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  #: where Debian's package dataset-fashion-mnist puts it
 
 
@@ -57,8 +58,8 @@ class Images:
 
     def held_out(self, rank: int, world_size: int) -> Iterator[Batch]:
         """Yield this rank's share of the held-out set."""
-        for start in range(rank * HELD_OUT_BATCH, len(self.y_held_out), world_size * HELD_OUT_BATCH):
-            part = slice(start, start + HELD_OUT_BATCH)
+        for start in range(rank * HELD_OUT_IMAGES, len(self.y_held_out), world_size * HELD_OUT_IMAGES):
+            part = slice(start, start + HELD_OUT_IMAGES)
             yield prepare(self.x_held_out[part]), self.y_held_out[part]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -21,40 +22,18 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
-class DigitsNet(tf.Module):
-    """``digits_net`` of ``models_torch.py``, as it is there; weights lie as TensorFlow wants them.
+#: of the weights, as PyTorch has them, so that a plan's rules match in both
+NAMES = ["0.weight", "2.weight", "5.weight", "9.weight", "11.weight", "11.bias"]
 
-    They are named as in PyTorch, so that a plan's rules match in both.
-    """
 
-    def __init__(self, data: Images, seed: int):
-        super().__init__()
-        channels, height, width = data.x.shape[1:]
-        self.flat = 64 * (height // 4) * (width // 4)
-        shapes = {
-            "0.weight": (3, 3, channels, 32),
-            "2.weight": (3, 3, 32, 64),
-            "5.weight": (3, 3, 64, 64),
-            "9.weight": (self.flat, 256),
-            "11.weight": (256, data.classes),
-        }
-        self.weights = {}
-        for number, (name, shape) in enumerate(shapes.items()):  # He's initialisation
-            start = tf.random.stateless_normal(shape, (seed, number), stddev=math.sqrt(2 / math.prod(shape[:-1])))
-            self.weights[name] = tf.Variable(start, name=name)
-        bound = 1 / math.sqrt(256)
-        start = tf.random.stateless_uniform((data.classes,), (seed, len(shapes)), -bound, bound)
-        self.weights["11.bias"] = tf.Variable(start, name="11.bias")
-
-    def __call__(self, x: tf.Tensor) -> tf.Tensor:
-        """Return logits [N, classes] of pictures [N, channels, height, width]."""
-        w = self.weights
-        x = tf.transpose(x, (0, 2, 3, 1))
-        x = tf.nn.relu(tf.nn.conv2d(x, w["0.weight"], 1, "SAME"))
-        x = tf.nn.max_pool2d(tf.nn.relu(tf.nn.conv2d(x, w["2.weight"], 1, "SAME")), 2, 2, "VALID")
-        x = tf.nn.max_pool2d(tf.nn.relu(tf.nn.conv2d(x, w["5.weight"], 1, "SAME")), 2, 2, "VALID")
-        x = tf.nn.relu(tf.reshape(x, (-1, self.flat)) @ w["9.weight"])
-        return x @ w["11.weight"] + w["11.bias"]
+def digits_net(data: Images) -> keras.Model:
+    """Return ``digits_net`` of ``models_torch.py``."""
+    layers, start = keras.layers, {"use_bias": False, "activation": "relu", "kernel_initializer": "he_normal"}
+    parts = [keras.Input(data.x.shape[1:]), layers.Permute((2, 3, 1)), layers.Conv2D(32, 3, padding="same", **start)]
+    for _ in range(2):
+        parts += [layers.Conv2D(64, 3, padding="same", **start), layers.MaxPooling2D()]
+    parts += [layers.Flatten(), layers.Dense(256, **start), layers.Dense(data.classes)]
+    return keras.Sequential(parts)
 
 
 class TensorflowTrainer:
@@ -62,12 +41,13 @@ class TensorflowTrainer:
 
     def __init__(self, run: Run, data: Images | Bytes):
         assert isinstance(data, Images)
-        self.model = DigitsNet(data, run.seed)
-        self.weights = list(self.model.weights.values())
+        keras.utils.set_random_seed(run.seed)
+        self.model = digits_net(data)
+        self.weights = [variable.value for variable in self.model.trainable_variables]
         self.velocity = [tf.Variable(tf.zeros_like(weight)) for weight in self.weights]
         self.momentum, self.decay = run.task.momentum, run.task.weight_decay
         plan = hvdcompress.load({"seed": run.seed, **run.method.settings})
-        self.compressor = Compressor(plan, names=list(self.model.weights), optimizer=SGD(run.task.momentum))
+        self.compressor = Compressor(plan, names=NAMES, optimizer=SGD(run.task.momentum))
         hvd.broadcast_variables(self.weights, root_rank=0)
         x, y = map(tf.constant, next(data.batches(0, 1, 0, run.task.batch_size)))
         # traced before the first step, so that the compressor knows its tensors
@@ -78,7 +58,7 @@ class TensorflowTrainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return all parameters by name."""
-        return {name: weight.numpy() for name, weight in self.model.weights.items()}
+        return {name: weight.numpy() for name, weight in zip(NAMES, self.weights, strict=True)}
 
     def _loss(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, self.model(x)))
@@ -111,7 +91,7 @@ class TensorflowTrainer:
         """Forward and backward, without the tape of Horovod."""
         self.alone(tf.constant(batch[0]), tf.constant(batch[1]))[0].numpy()
 
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Return sums over a batch: negative log-likelihood, correct."""
-        nll, correct = self.scores(tf.constant(batch[0]), tf.constant(batch[1]))
-        return float(nll), float(correct)
+    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+        """Return sums over batches: negative log-likelihood, correct, all."""
+        parts = [[*map(float, self.scores(tf.constant(x), tf.constant(y))), float(y.size)] for x, y in batches]
+        return np.sum([[0.0, 0.0, 0.0], *parts], axis=0).tolist()

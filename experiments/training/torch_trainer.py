@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
@@ -20,28 +20,20 @@ __all__ = ["DdpRanks", "DdpTrainer", "HorovodTrainer"]
 
 
 class TorchTrainer:
-    """The net of a run. Subclasses add the optimizer and the compression.
-
-    Attributes:
-        plan: the method's, with the task's clipping after the exchange.
-    """
+    """The net of a run and its SGD. Subclasses add the compression."""
 
     compressor: Any
-    optimizer: Any
 
     def __init__(self, run: Run, data: Images | Bytes):
         torch.manual_seed(run.seed)  # same initial parameters for every method, and on every rank
-        self.task = run.task
+        task = run.task
         # clipped by the Compressor, as what the optimizer is handed is larger where momentum is cancelled
-        clip = {"clip_norm": run.task.clip_norm} if run.task.clip == "after" else {}
-        self.plan = hvdcompress.load({"seed": run.seed, **run.method.settings, **clip})
-        self.model = models_torch.build(net_of(run.task.task, run.task.net), data)
+        self.plan = hvdcompress.load({"seed": run.seed, **run.method.settings, "clip_norm": task.clip_norm})
+        self.model = models_torch.build(net_of(task.task, task.net), data)
         self.forward: torch.nn.Module = self.model
-
-    def sgd(self) -> torch.optim.SGD:
-        """Return the task's optimizer; each step sets its learning rate."""
-        task = self.task
-        return torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=task.momentum, weight_decay=task.weight_decay)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.0, momentum=task.momentum, weight_decay=task.weight_decay
+        )  # each step sets its learning rate
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return all parameters by name."""
@@ -52,41 +44,18 @@ class TorchTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
-        loss = self.loss(self.forward, batch)
-        (loss * self.clipping(loss)).backward()
+        loss = models_torch.loss_of(self.forward, batch)
+        loss.backward()
         self.optimizer.step()
         return loss.item()
 
     def compute(self, batch: Batch) -> None:
         """Forward and backward, without hooks: nothing is exchanged."""
-        torch.autograd.grad(self.loss(self.model, batch), list(self.model.parameters()))
+        torch.autograd.grad(models_torch.loss_of(self.model, batch), list(self.model.parameters()))
 
-    @staticmethod
-    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the mean loss of a batch."""
-        x, y = map(torch.from_numpy, batch)
-        return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-
-    def clipping(self, loss: torch.Tensor) -> torch.Tensor | float:
-        """Return the factor that clips this rank's own gradient, if it is to be clipped before the exchange.
-
-        In the backward pass that the exchange goes along with, the first tensors are on their way before the last are
-        known. So the norm comes from a pass of its own, which fires no hooks.
-        """
-        if self.task.clip == "after" or self.task.clip_norm is None:
-            return 1.0
-        own = torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=True)
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in own]))
-        return (self.task.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Return sums over a batch: negative log-likelihood, correct."""
-        self.model.eval()
-        x, y = torch.from_numpy(batch[0]), torch.from_numpy(batch[1]).flatten()
-        logits = self.model(x).flatten(0, -2)
-        self.model.train()
-        return float(F.cross_entropy(logits, y, reduction="sum")), float((logits.argmax(1) == y).sum())
+    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+        """Return sums over batches: negative log-likelihood, correct, all."""
+        return models_torch.held_out_sums(self.model, batches)
 
 
 class HorovodTrainer(TorchTrainer):
@@ -100,7 +69,7 @@ class HorovodTrainer(TorchTrainer):
         super().__init__(run, data)
         names = list(self.model.named_parameters())
         self.compressor = Compressor(self.plan, names)
-        self.optimizer = hvd.DistributedOptimizer(self.sgd(), named_parameters=names, compression=self.compressor)
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=names, compression=self.compressor)
         self.compressor.use_optimizer(self.optimizer)  # before its first step, as gradients are asked for first here
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
@@ -113,7 +82,6 @@ class DdpTrainer(TorchTrainer):
 
         super().__init__(run, data)
         self.forward = DistributedDataParallel(self.model, broadcast_buffers=False)  # as under Horovod
-        self.optimizer = self.sgd()
         self.compressor = ddp.attach(self.forward, self.plan, optimizer=self.optimizer)
 
 
@@ -135,10 +103,3 @@ class DdpRanks:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
         return found
-
-    @staticmethod
-    def broadcast_object(value: Any, root_rank: int) -> Any:
-        """Return one rank's value, on all of them."""
-        box = [value]
-        dist.broadcast_object_list(box, root_rank)
-        return box[0]

@@ -18,7 +18,7 @@ import torch
 torch.set_num_threads(1)
 import horovod.torch as hvd  # noqa: E402  (it starts threads)
 
-from experiments.cluster.hosts import sent_here  # noqa: E402
+from experiments.cluster.hosts import _sent  # noqa: E402
 from hvdcompress.horovod.torch import Compressor  # noqa: E402
 
 ELEMENTS, WARM_UP, STEPS = 600_000, 3, 8
@@ -49,7 +49,7 @@ def measure(method: str) -> dict[str, float]:
         step(number)
     meet()
     ledger, count = compressor.ledger.bytes_on_wire(), compressor.ledger.collectives()
-    sent, began = sent_here(), time.monotonic()
+    sent, began = _sent("qdisc", "show", "dev", "eth0"), time.monotonic()
     for number in range(STEPS):
         step(number)
     meet()
@@ -57,7 +57,7 @@ def measure(method: str) -> dict[str, float]:
     return {
         "ledger": compressor.ledger.bytes_on_wire() - ledger,
         "collectives": compressor.ledger.collectives() - count,
-        "sent": sent_here() - sent,
+        "sent": _sent("qdisc", "show", "dev", "eth0") - sent,
         "seconds": seconds,
     }
 
@@ -65,9 +65,9 @@ def measure(method: str) -> dict[str, float]:
 def idle(seconds: float = 1.0) -> dict[str, float]:
     """Horovod alone: its ranks ask each other in every cycle whether there is something to do."""
     meet()
-    sent, began = sent_here(), time.monotonic()
+    sent, began = _sent("qdisc", "show", "dev", "eth0"), time.monotonic()
     time.sleep(seconds)
-    return {"sent": sent_here() - sent, "seconds": time.monotonic() - began}
+    return {"sent": _sent("qdisc", "show", "dev", "eth0") - sent, "seconds": time.monotonic() - began}
 
 
 hvd.init()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any

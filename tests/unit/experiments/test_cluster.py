@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cluster import hosts, launch, rates
+from experiments.cluster import hosts, launch
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import Rate
 from tests import ROOT
@@ -29,18 +29,10 @@ def test_rates(text, up, down):
     assert Rate.parse(text) == Rate(up, down)
 
 
-def test_slow_hosts():
-    assert rates.slow_hosts(["3=100mbit", "host1=1mbit/2mbit,2=1gbit"]) == {3: "100mbit", 1: "1mbit/2mbit", 2: "1gbit"}
-    assert rates.slow_hosts([]) == {}
-    for wrong, words in (("3", "write HOST=RATE"), ("x=1mbit", "write HOST=RATE"), ("3=fast", "is not a rate")):
-        with pytest.raises(ValueError, match=words):
-            rates.slow_hosts([wrong])
-
-
 def test_hosts_name_their_links():
     assert str(Hosts(4, "100mbit")) == "4 emulated hosts, 100 Mbit/s each (network namespaces, tbf)"
-    assert str(Hosts(3, "1gbit", {2: "10mbit/100mbit", 0: "5mbit"}, "1ms")) == (
-        "3 emulated hosts, 1 Gbit/s each but host0 5 Mbit/s, host2 10 Mbit/s up and 100 Mbit/s down, 1ms delay "
+    assert str(Hosts(3, "1gbit", {2: "10mbit/100mbit", 0: "5mbit"})) == (
+        "3 emulated hosts, 1 Gbit/s each but host0 5 Mbit/s, host2 10 Mbit/s up and 100 Mbit/s down "
         "(network namespaces, tbf)"
     )
     assert Hosts(3, "1gbit").slots == "host0:1,host1:1,host2:1"

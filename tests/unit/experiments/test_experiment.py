@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -73,28 +72,3 @@ def test_the_command_line_overrides(write):
 def test_a_label_never_leaves_its_folder(write):
     run = Experiment.open(write(GOOD.replace("label: few", "label: a/../b"))).runs()[2]
     assert run.method.label == "a/../b" and "/" not in run.id and ".." not in run.id
-
-
-@pytest.mark.parametrize("bound", [0.1, 100.0])
-def test_the_loss_is_scaled_so_that_the_ranks_own_gradient_is_clipped(bound):
-    torch, module = pytest.importorskip("torch"), pytest.importorskip("experiments.training.torch_trainer")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
-    trainer, x = SimpleNamespace(model=model, task=SimpleNamespace(clip="before", clip_norm=bound)), torch.randn(16, 20)
-
-    def loss():
-        return model(x).square().mean()
-
-    model.zero_grad()
-    loss().backward()
-    assert (0.1 < torch.nn.utils.clip_grad_norm_(model.parameters(), bound) < 100).all()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    now = loss()
-    factor = module.TorchTrainer.clipping(trainer, now)
-    assert all(p.grad is None for p in model.parameters()), "hooks would have fired"
-    (now * factor).backward()
-    for p, wanted in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-8)
-    trainer.task.clip = "after"
-    assert module.TorchTrainer.clipping(trainer, now) == 1.0
