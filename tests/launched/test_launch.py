@@ -49,8 +49,7 @@ def alive(program):
     return found
 
 
-@drivers
-@pytest.mark.parametrize("death", ["sys.exit(3)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(("driver", "death"), zip(DRIVERS, ["sys.exit(3)", "os.kill(os.getpid(), 9)"] * 2, strict=True))
 def test_a_rank_that_dies_ends_all_and_is_named(driver, death, program, tmp_path):
     needs(*DRIVERS[driver])
     with pytest.raises(launch.LaunchError, match="rank 1 of 2 failed"):
