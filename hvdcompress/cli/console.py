@@ -35,10 +35,7 @@ def fail(message: object, code: int = 2) -> typer.Exit:
 
 
 def print_table(rows: Sequence[Mapping[str, str]], are_numbers: bool = False) -> None:
-    """Print a table, a row for each {title: cell}.
-
-    Numbers are aligned right, but for the first column, and are never broken into lines: a line may be too long.
-    """
+    """Print a table, a row for each {title: cell}. Numbers are aligned right, and lines of numbers are never broken."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     titles = list(dict.fromkeys(title for row in rows for title in row))
     for title in titles:
