@@ -6,11 +6,8 @@ method lead to its file; ``conf.py`` turns these into links to the page.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
-import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import fields
@@ -24,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 import hvdcompress
 from hvdcompress.method import Method, TensorSpec, Values
-from hvdcompress.registry import classes, docstring
+from hvdcompress.registry import classes, docstring, field_docs
 
 DOCS = Path(__file__).resolve().parent
 FOLDER = DOCS / "methods"
@@ -124,26 +121,11 @@ def markdown(text: str) -> str:
 
 def options(cls: type[Method]) -> Iterator[Option]:
     """Yield the hyper-parameters: the method's own first."""
-    hints, comments = typing.get_type_hints(cls, include_extras=True), field_comments(cls)
+    hints, comments = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
     shared = {field.name for field in fields(Method)}
     for field in sorted(fields(cls), key=lambda field: field.name in shared):
         what = re.sub(r"``(.+?)``", r"`\1`", comments.get(field.name, "")).replace("|", "\\|")
         yield Option(field.name, yaml.safe_dump(field.default).split("\n")[0], legal(hints[field.name]), what)
-
-
-def field_comments(cls: type[Method]) -> dict[str, str]:
-    """Return the text below each field in the class, or in the class it is inherited from."""
-    found: dict[str, str] = {}
-    for base in (base for base in reversed(cls.__mro__) if base.__module__.startswith("hvdcompress")):
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for item, after in zip(node.body, node.body[1:], strict=False):  # type: ignore[attr-defined]
-            if (
-                isinstance(item, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                found[ast.unparse(item.target)] = " ".join(str(after.value.value).split())
-    return found
 
 
 def legal(hint: Any) -> str:

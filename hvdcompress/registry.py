@@ -6,21 +6,25 @@ point group ``hvdcompress.methods``. A module is imported on first use. ``@metho
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import inspect
 import pkgutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
+from itertools import pairwise
 from typing import Any
 
 from pydantic import ValidationError
 
 from hvdcompress.method import REGISTERED, Method, method
 
-__all__ = ["FieldError", "available", "classes", "docstring", "formula", "get", "method", "suggest"]
+__all__ = ["FieldError", "available", "classes", "docstring", "field_docs", "formula", "get", "method", "suggest"]
 
 
 class Classes(MutableMapping[str, type[Method]]):
@@ -193,3 +197,15 @@ def formula(cls: type[Method]) -> str:
 def docstring(cls: type[Method]) -> str:
     """Return the documentation of a method: the docstring of its module."""
     return (sys.modules[cls.__module__].__doc__ or "").strip()
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return {field: the docstring below it in the class or in a base class}, each in one line."""
+    found = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        for node, after in pairwise(getattr(body, "body", [])):
+            text = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Constant):
+                found[ast.unparse(node.target)] = " ".join(str(text.value).split())
+    return found

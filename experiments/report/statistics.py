@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from collections.abc import Iterable
 
-import numpy as np
 import pandas as pd
-import scipy.stats
 
-__all__ = ["CONFIDENCE", "Interval", "gaps", "interval"]
+from hvdcompress.cli.advise.losses import Gap, gap_of
 
-CONFIDENCE = 0.9
-
-
-class Interval(NamedTuple):
-    """A mean, and the ends of its 90 % interval: NaN with fewer than two values."""
-
-    mean: float
-    low: float
-    high: float
+__all__ = ["gaps", "interval"]
 
 
-def interval(values: Any) -> Interval:
+def interval(values: Iterable[float]) -> Gap:
     """Return the mean of values and its t interval (a bootstrap's is too short for three to five seeds)."""
-    values = np.asarray(values, float)
-    if len(values) < 2:
-        return Interval(float(values.mean()) if len(values) else math.nan, math.nan, math.nan)
-    if np.ptp(values) <= 1e-12 * np.abs(values).max():  # equal but for rounding
-        return Interval(float(values[0]), float(values[0]), float(values[0]))
-    ends = scipy.stats.ttest_1samp(values, 0.0).confidence_interval(CONFIDENCE)
-    return Interval(float(values.mean()), float(ends.low), float(ends.high))
+    return gap_of([float(value) for value in values])
 
 
 def gaps(frame: pd.DataFrame, value: str, by: str, reference: str, paired: list[str]) -> pd.DataFrame:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import yaml
@@ -44,21 +42,9 @@ def legal(schema: Mapping[str, Any]) -> str:
     return f"{kind}, {bounds}" if bounds else kind
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """Return {field: the docstring below it in the class or in a base class}, each in one line."""
-    found = {}
-    for base in reversed(cls.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        for node, after in pairwise(getattr(body, "body", [])):
-            text = after.value if isinstance(after, ast.Expr) else None
-            if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Constant):
-                found[ast.unparse(node.target)] = " ".join(str(text.value).split())
-    return found
-
-
 def options(cls: type[Method]) -> list[Option]:
     """Return a method's hyper-parameters: its own first, then those that all methods have."""
-    schemas, about = TypeAdapter(cls).json_schema()["properties"], field_docs(cls)
+    schemas, about = TypeAdapter(cls).json_schema()["properties"], registry.field_docs(cls)
     found = [Option(f.name, f.default, legal(schemas[f.name]), about.get(f.name, "")) for f in fields(cls)]
     own = list(inspect.get_annotations(cls))
     return sorted(found, key=lambda one: own.index(one.name) if one.name in own else len(own))

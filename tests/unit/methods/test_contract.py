@@ -20,10 +20,10 @@ from hypothesis.extra import numpy as hnp
 
 import hvdcompress
 from hvdcompress import registry, testing
-from hvdcompress.cli.catalogue import field_docs
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Method, Sparse
 from hvdcompress.parts import feedback
+from hvdcompress.registry import field_docs
 from hvdcompress.testing import CHECKS, Case, Trial, backends, check_method, numbers, variants
 from hvdcompress.testing.trial import Grouped, plan_for
 from tests import make_golden
