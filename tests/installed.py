@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import pytest
@@ -16,6 +19,13 @@ def needs(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed", allow_module_level=True)
+
+
+def runs_without(packages: Sequence[str], code: str) -> None:
+    """Run code in a process in which importing these packages is an error, and expect that it succeeds."""
+    line = [sys.executable, "-c", f"import sys\nsys.modules.update(dict.fromkeys({packages!r}))\n{code}"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def without_tensorflow() -> dict[str, str]:

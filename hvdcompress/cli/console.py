@@ -1,8 +1,7 @@
-"""The terminal: tables, numbers with units, and errors on one line."""
+"""The terminal: tables, and errors on one line."""
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,27 +49,3 @@ def print_table(rows: Sequence[Mapping[str, str]], are_numbers: bool = False) ->
         unlimited = console.options.update(max_width=1000)
         console.width = max(console.width, console.measure(table, options=unlimited).maximum)
     console.print(table, highlight=False)
-
-
-def number(value: float) -> str:
-    """Return a number with three significant digits, without an exponent: ``1234``, ``12.3``, ``0.0123``."""
-    if not math.isfinite(value):
-        return str(value)
-    value = float(f"{value:.3g}")
-    places = 2 - math.floor(math.log10(abs(value))) if value else 2
-    return f"{value:.{min(max(places, 0), 8)}f}"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text: ``850 µs``, ``12.3 ms``, ``4.56 s``."""
-    unit, factor = ("s", 1.0) if seconds >= 0.9995 else ("ms", 1e3) if seconds >= 0.9995e-3 else ("µs", 1e6)
-    return f"{number(seconds * factor)} {unit}"
-
-
-def size(num_bytes: float) -> str:
-    """Return bytes as text: ``999 B``, ``5.12 kB``, ``1.23 GB``; 1 kB is 1000 bytes, as networks count."""
-    units = ["B", "kB", "MB", "GB"]
-    while num_bytes >= 999.5 and len(units) > 1:
-        num_bytes /= 1000
-        units.pop(0)
-    return f"{num_bytes:.0f} B" if units[0] == "B" else f"{number(num_bytes)} {units[0]}"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy.stats
 
-from hvdcompress.cli.console import number
+from hvdcompress.cli.numbers import number
 
 CONFIDENCE = 0.9
 FIFTHS = 5  #: a training's loss is the mean over the last fifth of its steps

@@ -24,7 +24,8 @@ from hvdcompress.cli.advise.losses import Curve
 from hvdcompress.cli.advise.measure import Measured, Measurements
 from hvdcompress.cli.advise.ranks import ALONE, DENSE, AdviseError, Contender, Ranks, UserError, contenders
 from hvdcompress.cli.advise.workload import Workload
-from hvdcompress.cli.console import duration, fail, number, print_table, size
+from hvdcompress.cli.console import fail, print_table
+from hvdcompress.cli.numbers import duration, number, size
 from hvdcompress.cli.started import is_first
 
 PATIENCE = 2.0  #: seconds within which a launcher ends the other ranks when one has failed

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hvdcompress.cli.advise.measure import Measured
 from hvdcompress.cli.advise.ranks import ALONE, DENSE
-from hvdcompress.cli.console import duration
+from hvdcompress.cli.numbers import duration
 
 LITTLE = 0.05  #: part of a step that a method has to save; the threshold is ours
 HEADERS = 66 / 1448  #: bytes of TCP, IP and Ethernet headers for each byte of payload

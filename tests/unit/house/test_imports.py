@@ -34,7 +34,7 @@ FLOORS: list[set[str]] = [
     {"horovod", "horovod/torch", "horovod/tensorflow", "ddp", "mpi"},
     {"fsdp", "horovod/keras", "integrations"},
     {"testing"},
-    {"cli/started"},
+    {"cli/started", "cli/numbers"},
     {"cli/console"},
     {"cli/advise"},
     {"cli"},

@@ -1,0 +1,30 @@
+"""Numbers with units as people read them."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return a number with so many significant digits, without an exponent: ``1234``, ``12.3``, ``0.0123``."""
+    if not math.isfinite(value):
+        return str(value)
+    value = float(f"{value:.{digits}g}")  # first, so that 0.9999 is not given a place more than 1.00
+    places = digits - 1 - math.floor(math.log10(abs(value))) if value else digits - 1
+    return f"{value:.{min(max(places, 0), 8)}f}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: ``850 µs``, ``12.3 ms``, ``4.56 s``."""
+    least = abs(seconds)
+    unit, factor = ("s", 1.0) if least >= 0.9995 else ("ms", 1e3) if least >= 0.9995e-3 else ("µs", 1e6)
+    return f"{number(seconds * factor)} {unit}"
+
+
+def size(num_bytes: float, largest: str = "GB") -> str:
+    """Return bytes as text: ``999 B``, ``5.12 kB``, ``1.23 GB``; 1 kB is 1000 bytes, as networks count."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while abs(num_bytes) >= 999.5 and units[0] != largest:
+        num_bytes /= 1000
+        units.pop(0)
+    return f"{num_bytes:.0f} B" if units[0] == "B" else f"{number(num_bytes)} {units[0]}"
