@@ -78,7 +78,7 @@ class Compressor(TensorCompressor):
 
     Raises:
         ValueError: the plan is wrong, or has ``bucket_elements``, ``clip_norm``, ``verify_every`` or
-            ``cosine_every``, which FSDP does not support.
+            ``cosine_every`` or ``nodes``, which FSDP does not support.
     """
 
     driver = "FSDP"
@@ -101,6 +101,8 @@ class Compressor(TensorCompressor):
             raise ValueError("verify_every must be 0: under FSDP the Compressor sees only gradients, not parameters")
         if plan.cosine_every:
             raise ValueError(f"cosine_every must be 0: {ONE_STEP_PER_MODULE}")
+        if plan.nodes:
+            raise ValueError(f"nodes must be 0: {ONE_STEP_PER_MODULE}; HSDP has two levels of its own")
         if plan.bucket_elements:
             raise ValueError(f"bucket_elements must be 0: {ONE_STEP_PER_MODULE}")
         if plan.clip_norm is not None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,8 @@ import hvdcompress.ops
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.agreement import SharedConfig, Status
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.exchange import Stage
+from hvdcompress.engine.node_step import Levels, NodeStep, new_step
+from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Framework, Step, evaluate_loss_scale
@@ -46,9 +48,8 @@ class Loopback:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
         world_size: number of ranks, 1 or more.
         loss_scale: the factor by which gradients are multiplied: a number, or a function that returns the current
-            number. Residuals are kept unscaled. kept unscaled.
+            number. Residuals are kept unscaled.
         optimizer: describes the momentum of the optimizer, which is then adapted. None: momentum is not adapted.
-            is.
         ops: the array backend; by default the fastest one on the CPU.
         grouping: how tensors are grouped into buckets if the plan does not say it; by default they are not.
         **settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
@@ -56,6 +57,7 @@ class Loopback:
     Attributes:
         ledger: bytes and seconds of all ranks.
         ranks: the state of each rank.
+        nodes: the nodes of an exchange with two levels (``nodes`` in the plan); None with one level.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class Loopback:
         self.ledger = Ledger(world_size)
         self._last: tuple[tuple[TensorSpec, ...], list[Bucket]] | None = None  # tensors and their buckets
         self.ranks = [RankState(self.plan, rank, world_size, self.ledger) for rank in range(world_size)]
+        self.nodes = find_nodes(self.plan.nodes, 0, world_size, None)
         for rank in self.ranks:
             rank.optimizer = momentum_reader(optimizer)
+            rank.placement = Placement(self.nodes, rank.rank) if self.nodes else None
 
     def allreduce(self, arrays: Sequence[np.ndarray], name: str = "tensor", op: Op = "average") -> list[np.ndarray]:
         """Reduce one array per rank.
@@ -118,20 +122,21 @@ class Loopback:
         buckets = self._buckets(self._specs(gradients, op))
         scale = evaluate_loss_scale(self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
-        network = _Network(self.world_size, self._carry_out)
+        networks = _Networks(self.world_size, self.nodes, self._carry_out)
         steps: list[Step] = []
         for rank in self.ranks:
             rank.begin_round()
-            collectives = Collectives(_Transport(rank.rank, network), rank.observers)
-            step = Step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
+            collectives = networks.of_rank(rank.rank, rank.observers)
+            step = new_step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
             step.loss_scale = scale
             step.factor = 1.0 / self.world_size if op == "average" else 1.0
             steps.append(step)
         try:
             for bucket in buckets:
-                self._exchange(bucket, network, steps, gradients, outs)
+                self._exchange(bucket, networks, steps, gradients, outs)
+            self._return_results([step for step in steps if isinstance(step, NodeStep)])
             reduced = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
-            verify.compare([step.checksums for step in steps], self.ranks[0].steps_done())
+            self._verify(steps)
         except BaseException:
             for step in steps:
                 step.abandon()
@@ -149,7 +154,7 @@ class Loopback:
     def _exchange(
         self,
         bucket: Bucket,
-        network: _Network,
+        networks: _Networks,
         steps: Sequence[Step],
         gradients: Sequence[Mapping[str, np.ndarray]],
         outs: Sequence[Mapping[str, np.ndarray]],
@@ -161,14 +166,33 @@ class Loopback:
             with np.errstate(over="ignore"):  # float64 values beyond float32 become Inf, which discards the step
                 members = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in bucket.members]
             step.add(bucket, indices, members, [out[m.name].reshape(-1) for m in bucket.members])
-        name = bucket.spec.name
-        while waiting := [step for step in steps if step.exchanges[name].stage is Stage.RUNNING]:
-            if not network.results:
-                raise RuntimeError(f"{name!r}: not all ranks yielded a collective in the same round")
-            for step in waiting:
-                step.poll()
+        while any(step.is_busy for step in steps):
+            if not networks.have_results():
+                raise RuntimeError(f"{bucket.spec.name!r}: not all ranks yielded a collective in the same round")
+            for step in steps:
+                step.advance_ready()
         for step in steps:
-            step.poll()  # writes the results of methods that use no collective at all
+            step.advance_ready()  # writes the results of methods that use no collective at all
+
+    def _return_results(self, steps: Sequence[NodeStep]) -> None:
+        """With two levels: clip results, and send those that had to wait for it."""
+        for step in steps:
+            step.send_norm()
+        for step in steps:
+            step.send_clipped_results()
+        for step in steps:
+            step.receive_results()
+
+    def _verify(self, steps: Sequence[Step]) -> None:
+        """Compare the checksums of ranks that exchange with each other: with two levels, others have other tensors.
+
+        Raises:
+            PeerError: they differ.
+        """
+        local_size = self.nodes.local_size if self.nodes else 1
+        for local_rank in range(local_size):
+            sums = [step.checksums if rank % local_size == local_rank else {} for rank, step in enumerate(steps)]
+            verify.compare(sums, self.ranks[0].steps_done())
 
     def trigger(self) -> None:
         """Restart the phases of all methods in the next step."""
@@ -277,7 +301,7 @@ class Loopback:
         """
         given = tuple(specs.values())
         if self._last is None or self._last[0] != given:
-            buckets = self.plan.buckets(given, self.grouping, self.ranks[0].ages())
+            buckets = [rank.group(given, self.grouping) for rank in self.ranks][0]
             for rank in self.ranks:
                 rank.regroup(buckets)
             self._last = (given, buckets)
@@ -368,7 +392,7 @@ class _Framework(Framework):
 
 
 class _Network:
-    """Connects the ranks: performs a collective once all ranks have started it."""
+    """Connects some ranks: performs a collective once all ranks have started it."""
 
     def __init__(self, world_size: int, carry_out: Callable[[str, Sequence[Request]], list[Array]]):
         self.world_size = world_size
@@ -384,6 +408,40 @@ class _Network:
             tensor = name.rpartition(".")[0]
             for number, result in enumerate(self.carry_out(tensor, [requests[r] for r in range(self.world_size)])):
                 self.results[name, number] = result
+
+
+class _Networks:
+    """The networks of all ranks: one for the world and, with two levels, those inside and between nodes."""
+
+    def __init__(
+        self, world_size: int, nodes: Nodes | None, carry_out: Callable[[str, Sequence[Request]], list[Array]]
+    ):
+        self.nodes = nodes
+        self.world = _Network(world_size, carry_out)
+        self.parts: list[list[_Network]] = []  # to the owner, by node; between nodes, by local rank; from the owner
+        if nodes:
+            inside, between = nodes.local_size, nodes.num_nodes
+            sizes = ([inside] * nodes.num_nodes, [between] * nodes.local_size, [inside] * nodes.num_nodes)
+            self.parts = [[_Network(size, carry_out) for size in part] for part in sizes]
+
+    def of_rank(self, rank: int, observers: Sequence[Observer]) -> Collectives | Levels:
+        """Return the collectives of a rank."""
+        world = _Transport(rank, self.world)
+        if self.nodes is None:
+            return Collectives(world, observers)
+        node = self.nodes.node_of(rank)
+        local_rank = self.nodes.local_rank(rank)
+        to_owner, between, from_owner = self.parts
+        parts = (
+            _Transport(local_rank, to_owner[node]),
+            _Transport(node, between[local_rank]),
+            _Transport(local_rank, from_owner[node]),
+        )
+        return Levels.over(world, parts, observers)
+
+    def have_results(self) -> bool:
+        """Return whether a rank has not taken a result."""
+        return any(network.results for network in (self.world, *itertools.chain.from_iterable(self.parts)))
 
 
 class _Transport:

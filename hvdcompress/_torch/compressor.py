@@ -20,7 +20,10 @@ from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import ExchangeError
+from hvdcompress.engine.node_step import Levels, new_step
+from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.saving import origin, snapshot
+from hvdcompress.engine.saving.snapshot import Ages
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry import log
 from hvdcompress.loopback import warm_up
@@ -98,6 +101,7 @@ class TensorCompressor(compressor.Compressor):
         named_parameters: names and parameters. State is kept by name.
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
+        location: where the launcher has put this rank; None if it does not tell, or if not all of its ranks take part.
 
     Attributes:
         parameters: the parameters by name.
@@ -122,10 +126,11 @@ class TensorCompressor(compressor.Compressor):
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
         loss_scale: float | Callable[[], float] = 1.0,
         ops: str = "auto",
+        location: Location | None = None,
     ):
         if ops not in ("auto", "torch"):
             raise ValueError(f'ops = {ops!r} must be "auto" or "torch"')
-        super().__init__(plan, rank, world_size, loss_scale)
+        super().__init__(plan, rank, world_size, loss_scale, location)
         pairs = named(named_parameters)
         self.parameters = dict(pairs)
         self.model_parameters: dict[str, torch.nn.Parameter] = {}
@@ -151,7 +156,7 @@ class TensorCompressor(compressor.Compressor):
             with contextlib.suppress(ExchangeError):  # the first step raises it again, with the name of the tensor
                 warm_up(self.plan, specs, self.grouping)
 
-    def _group(self, ages: Mapping[str, object]) -> list[TensorSpec]:
+    def _group(self, ages: Ages) -> list[TensorSpec]:
         """Group the parameters into buckets; return the engine's description of each parameter.
 
         Args:
@@ -159,7 +164,7 @@ class TensorCompressor(compressor.Compressor):
                 :meth:`RankState.ages`.
         """
         specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
-        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping, ages)}
+        self.buckets = {bucket.spec.name: bucket for bucket in self.local.group(specs, self.grouping, ages)}
         self._bucket_and_index = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         return specs
 
@@ -227,12 +232,13 @@ class TensorCompressor(compressor.Compressor):
             joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(any_parameter.device)
             return self.framework.flat(joined)
 
-        before = (self.buckets, self._bucket_and_index)
+        before = (self.buckets, self._bucket_and_index, self.local.placement)
+        self.local.adopt_owners(saved)
         self._group(ages)
         try:
             self.local.load_state_dict(saved, copy, self._buckets())
         except ValueError:
-            self.buckets, self._bucket_and_index = before
+            self.buckets, self._bucket_and_index, self.local.placement = before
             raise
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:
@@ -255,7 +261,7 @@ class TensorCompressor(compressor.Compressor):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _new_step(self, collectives: Collectives, agree: Agree) -> Step:
+    def _new_step(self, network: Collectives | Levels, agree: Agree) -> Step:
         self.framework.begin()
         if self._adapts and self._reader is None and self.ledger.steps == 2 and self.local.rank == 0:
             log.warn_once(
@@ -263,7 +269,7 @@ class TensorCompressor(compressor.Compressor):
                 "adapted. It adds to the momentum of the residuals, which costs accuracy: call "
                 'compressor.use_optimizer(optimizer), or set optimizer_momentum="keep" if there is no momentum'
             )
-        step = Step(self.local, collectives, self._terms, agree, self.framework)
+        step = new_step(self.local, network, self._terms, agree, self.framework)
         step.unused = set(self._frozen)
         return step
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 import hvdcompress.ops
-from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Framework, Step
@@ -72,9 +71,9 @@ class TorchFramework(Framework):
         self._copies.setdefault(name, []).append((gradient, flat))
         return flat
 
-    def store(self, exchange: Exchange) -> None:
-        """Copy the results of an exchange into the gradients, where :meth:`vector` returned a copy."""
-        for gradient, flat in self._copies.get(exchange.name, ()):
+    def store(self, name: str) -> None:
+        """Copy the results of a bucket into the gradients, where :meth:`vector` returned a copy."""
+        for gradient, flat in self._copies.get(name, ()):
             gradient.detach().copy_(torch.as_tensor(flat).view(gradient.shape))
 
     def checksums(self, local: RankState) -> dict[str, int]:

@@ -10,6 +10,7 @@ how DDP forms its own buckets. See ``docs/drivers.md``.
 from __future__ import annotations
 
 import math
+import os
 import time
 import weakref
 from collections import Counter
@@ -26,6 +27,8 @@ from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress._torch.optimizers import Optimizers
 from hvdcompress.ddp.transport import ProcessGroupTransport, connect
 from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.node_step import Levels
+from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import Method
@@ -107,12 +110,14 @@ class Compressor(TensorCompressor):
         self._parent = process_group or dist.group.WORLD
         rank = dist.get_rank(self._parent)
         world_size = dist.get_world_size(self._parent)
-        super().__init__(plan_of(method, **settings), rank, world_size, named_parameters, loss_scale, ops)
+        location = _location() if world_size == dist.get_world_size() else None
+        super().__init__(plan_of(method, **settings), rank, world_size, named_parameters, loss_scale, ops, location)
         if optimizer is not None:
             self.use_optimizer(optimizer)
         self.used: set[str] | None = None
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._transport: ProcessGroupTransport | None = None
+        self._network: Collectives | Levels | None = None  # the collectives over the transport
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
         self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None between steps
         self._failure: Exception | None = None  # error of the last step, until backward() raises it
@@ -211,11 +216,20 @@ class Compressor(TensorCompressor):
         weakref.finalize(lifetime, _abort_step, weakref.ref(self), arrivals).atexit = False
         _at_the_end_of_backward(lambda lifetime=lifetime: self._raise_failure())  # type: ignore[misc]
         if self._transport is None:
-            self._transport = connect(self._parent, buffer.device, self.watchdog)
+            self._connect(buffer.device)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         self._arrivals = arrivals
-        self._thread.submit(self._run, self._transport, self._arrivals)
+        self._thread.submit(self._run, self._arrivals)
+
+    def _connect(self, device: torch.device) -> None:
+        """Make the process groups, with all ranks."""
+        observers = self.local.observers
+        nodes = self.local.nodes
+        transport = connect(self._parent, device, self.watchdog, nodes)
+        self._network = Levels.over(transport, transport.split(nodes), observers) if nodes else None
+        self._network = self._network or Collectives(transport, observers)
+        self._transport = transport
 
     def knows(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether the Compressor was given this parameter."""
@@ -269,7 +283,7 @@ class Compressor(TensorCompressor):
 
     # -- the exchange, in the Compressor's thread -------------------------------------------------------------
 
-    def _run(self, transport: ProcessGroupTransport, arrivals: SimpleQueue[Arrival]) -> None:
+    def _run(self, arrivals: SimpleQueue[Arrival]) -> None:
         """Run one step, from its first bucket until all futures are completed."""
         received: list[Arrival] = []
 
@@ -280,7 +294,7 @@ class Compressor(TensorCompressor):
 
         with torch.no_grad(), torch.cuda.stream(self._stream):
             try:
-                self._exchange(transport, each())
+                self._exchange(each())
             except Exception as error:
                 self._failure = error
                 for _ in each():  # DDP waits for the futures of all buckets, so take the remaining ones, too
@@ -291,10 +305,12 @@ class Compressor(TensorCompressor):
                 if arrival.future is not None:
                     arrival.future.set_result(arrival.buffer)
 
-    def _exchange(self, transport: ProcessGroupTransport, arrivals: Iterator[Arrival]) -> None:
-        transport.begin()
+    def _exchange(self, arrivals: Iterator[Arrival]) -> None:
+        assert self._transport is not None
+        assert self._network is not None
+        self._transport.begin()
         self.local.begin_round()
-        step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
+        step = self._step = self._new_step(self._network, Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world_size
         with step.defer_errors:
             step.loss_scale = self.current_loss_scale()
@@ -318,6 +334,13 @@ class Compressor(TensorCompressor):
                     step.add(self.buckets[name], list(vectors), list(vectors.values()))
             if arrival.last and self.used is not None:
                 step.used = [name in arrival.used for name in self.parameters]
+
+
+def _location() -> Location | None:
+    """Return where torchrun has put this rank; None if the program was started in another way."""
+    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's groups are nodes
+    found = [os.environ.get(name, "") for name in names]
+    return Location(*map(int, found)) if all(map(str.isdecimal, found)) else None
 
 
 def _at_the_end_of_backward(call: Callable[[], None]) -> None:

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hvdcompress.engine.agreement import PeerError, peer_error
+from hvdcompress.engine.agreement import PeerError, compare_configs, peer_error
+from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.safety.alarm import Alarm, Call, missing_calls
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.transport import Request
@@ -65,45 +66,70 @@ class ProcessGroupTransport:
     """Collectives over a process group of its own, so that their order is independent of DDP and the program.
 
     Arrays in host memory are sent with gloo. CUDA tensors stay on the GPU, and are sent with NCCL. Constructing the
-    transport is collective: all ranks of ``parent`` must do it.
+    transport is collective: all of its ranks must do it.
 
     Args:
-        parent: the group whose ranks take part.
+        parent: the group of all ranks.
         device: the device of the gradients.
+        part: the alarms of all ranks, and the ranks that take part, as ranks of ``parent``. None for all ranks.
+
+    Attributes:
+        ranks: the ranks that take part, as ranks of ``parent``.
+        calls: the collectives that this rank has started in this step.
+        running: those of them that are in flight.
     """
 
     ordered = True
     native_broadcast = False
     variable_lengths = False
 
-    def __init__(self, parent: Any, device: torch.device):
+    def __init__(self, parent: Any, device: torch.device, part: tuple[Alarms, Sequence[int]] | None = None):
+        self.parent = parent
+        self.device = device
         theirs = parent._get_backend(device)  # dist.get_backend() may name several: "cpu:gloo,cuda:nccl"
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{theirs.name()}"
         # new_group() does not inherit the timeout of the parent: its default is 30 minutes
-        self.timeout: timedelta = theirs.options._timeout
+        timeout: timedelta = theirs.options._timeout
         ranks = dist.get_process_group_ranks(parent)
-        # Without local synchronization, new_group() would wait for ranks outside of the parent, which never call it
+        if part:
+            ranks = [ranks[rank] for rank in part[1]]
+        # Without local synchronization, new_group() would wait for ranks outside of the group, which never call it
         is_subgroup = len(ranks) < dist.get_world_size()
-        self.group = dist.new_group(ranks, self.timeout, backend, use_local_synchronization=is_subgroup)
+        self.group = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_subgroup)
         # Most programs never call close(): then the group is freed together with the model
         self._finalizer = weakref.finalize(self, _free, self.group, os.getpid())
         self._finalizer.atexit = False
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
-        self.step = 0  # number of this step, the same on all ranks
-        self._store = dist.distributed_c10d._get_process_group_store(self.group)
-        self._calls: list[Call] = []  # the collectives that this rank has started in this step
-        self._running: list[Handle] = []
+        self.calls: list[Call] = []
+        self.running: list[Handle] = []
+        self.ranks = part[1] if part else range(self.world_size)
+        self.alarms = part[0] if part else Alarms(self.group, timeout)
+        self._parts: list[ProcessGroupTransport] = []  # transports of some of the ranks, which split() made
 
     def close(self) -> None:
-        """Free the process group. Call it when no collective is in flight."""
-        self._finalizer()
+        """Free the process groups. Call it when no collective is in flight."""
+        for transport in (self, *self._parts):
+            transport._finalizer()
 
     def begin(self) -> None:
         """Begin a step. Forget the last one, which may have failed."""
-        self.step += 1
-        self._calls.clear()
-        self._running.clear()
+        self.alarms.step += 1
+        for transport in (self, *self._parts):
+            transport.calls.clear()
+            transport.running.clear()
+
+    def split(self, nodes: Nodes) -> tuple[ProcessGroupTransport, ProcessGroupTransport, ProcessGroupTransport]:
+        """Return transports to the owners of a node, between nodes, and from the owners of a node; collective.
+
+        Args:
+            nodes: the nodes.
+        """
+        inside = nodes.ranks_of_node(nodes.node_of(self.rank))
+        between = nodes.counterparts(nodes.local_rank(self.rank))
+        for ranks in (inside, between, inside):
+            self._parts.append(ProcessGroupTransport(self.parent, self.device, (self.alarms, ranks)))
+        return self._parts[0], self._parts[1], self._parts[2]
 
     # -- collectives ----------------------------------------------------------------------------------------
 
@@ -140,8 +166,7 @@ class ProcessGroupTransport:
         while not self.ready(handle):
             now = time.monotonic()
             if now - alarm_checked > ALARM_INTERVAL:
-                if self._store.check([f"alarm.{self.step}"]):
-                    raise Alarm
+                self.alarms.check()
                 alarm_checked = now
             time.sleep(min(max(POLL_GROWTH * (now - began), POLL_INTERVAL), MAX_POLL_INTERVAL))
         self._end(handle)
@@ -156,10 +181,10 @@ class ProcessGroupTransport:
         try:
             works, out = self._call(call, payload, may_overwrite)
         except RuntimeError as error:
-            raise self._peer_lost(error) from error
-        self._calls.append(call)
-        self._running.append(Handle(works, out, payload, is_numpy))
-        return self._running[-1]
+            raise peer_lost(self.alarms.rank, error) from error
+        self.calls.append(call)
+        self.running.append(Handle(works, out, payload, is_numpy))
+        return self.running[-1]
 
     def _call(self, call: Call, payload: torch.Tensor, may_overwrite: bool) -> tuple[list[Any], torch.Tensor]:
         """Call ``torch.distributed``; return the work handles and the tensor that receives the result."""
@@ -188,13 +213,8 @@ class ProcessGroupTransport:
             for work in handle.works:
                 work.wait()  # for NCCL, the current CUDA stream waits, not the host
         except RuntimeError as error:
-            raise self._peer_lost(error) from error
-        self._running.remove(handle)
-
-    def _peer_lost(self, error: Exception) -> PeerLost:
-        return PeerLost(
-            f"the process group has failed on rank {self.rank}; another rank may be gone, see its log: {error}"
-        )
+            raise peer_lost(self.alarms.rank, error) from error
+        self.running.remove(handle)
 
     # -- failure --------------------------------------------------------------------------------------------
 
@@ -210,28 +230,76 @@ class ProcessGroupTransport:
         Returns:
             The exception that this rank should raise: PeerError with the errors of all ranks, or PeerLost.
         """
+        transports = [self, *self._parts]
+        try:
+            everyone = self.alarms.exchange(error, [transport.calls for transport in transports])
+            for number, transport in enumerate(transports):
+                transport._join_missing([everyone[rank][1][number] for rank in transport.ranks])
+        except PeerLost as lost:
+            return lost
+        return peer_error([text for text, _ in everyone])
+
+    def _join_missing(self, everyone: Sequence[Sequence[Call]]) -> None:
+        """Take part, with zeros, in every collective of this step that only other ranks have started."""
+        for call in missing_calls(everyone, self.rank):
+            self._launch(call, torch.zeros(call.size, dtype=getattr(torch, call.dtype), device=call.device))
+        for handle in list(self.running):
+            self._end(handle)
+
+
+class Alarms:
+    """Alarms between the ranks of a process group, for all transports of these ranks.
+
+    Args:
+        group: the group of all ranks. Alarms are keys in its store.
+        timeout: how long to wait for the other ranks after a failure.
+
+    Attributes:
+        step: number of this step, the same on all ranks.
+    """
+
+    def __init__(self, group: Any, timeout: timedelta):
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.timeout = timeout
+        self.step = 0
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+
+    def check(self) -> None:
+        """Raise :class:`Alarm` if another rank has failed in this step."""
+        if self._store.check([f"alarm.{self.step}"]):
+            raise Alarm
+
+    def exchange(self, error: Exception | None, calls: Sequence[Sequence[Call]]) -> list[tuple[str, list[list[Call]]]]:
+        """Sound an alarm after an error of this rank, and exchange errors and calls with all ranks.
+
+        Args:
+            error: the error of this rank, or None.
+            calls: for each transport, the collectives that this rank has started in this step.
+
+        Returns:
+            For every rank, its error text and its ``calls``.
+
+        Raises:
+            PeerLost: a rank did not reply.
+        """
         if error is not None:
             self._store.set(f"alarm.{self.step}", "")
         text = "" if error is None else str(error) or type(error).__name__
-        try:
-            texts, calls = zip(*self._exchange_errors(text), strict=True)
-            for call in missing_calls(calls, self.rank):
-                self._launch(call, torch.zeros(call.size, dtype=getattr(torch, call.dtype), device=call.device))
-            for handle in list(self._running):
-                self._end(handle)
-        except PeerLost as lost:
-            return lost
-        return peer_error(texts)
-
-    def _exchange_errors(self, text: str) -> list[tuple[str, list[Call]]]:
-        """Return, for every rank, its error text and the collectives that it has started in this step."""
         keys = [f"end.{self.step}.{rank}" for rank in range(self.world_size)]
         try:
-            replies = exchange_texts(self._store, keys, self.rank, json.dumps([text, self._calls]), self.timeout)
-        except TimeoutError as error:
-            raise self._peer_lost(error) from error
-        everyone = map(json.loads, replies)
-        return [(text, [Call(*map(_as_tuple, call)) for call in calls]) for text, calls in everyone]
+            replies = exchange_texts(self._store, keys, self.rank, json.dumps([text, calls]), self.timeout)
+        except TimeoutError as caught:
+            raise peer_lost(self.rank, caught) from caught
+        return [
+            (text, [[Call(*map(_as_tuple, call)) for call in calls] for calls in lists])
+            for text, lists in map(json.loads, replies)
+        ]
+
+
+def peer_lost(rank: int, error: Exception) -> PeerLost:
+    """Return the error for a process group that does not work any more."""
+    return PeerLost(f"the process group has failed on rank {rank}; another rank may be gone, see its log: {error}")
 
 
 _num_connects: Counter[str] = Counter()  # calls of connect() by the parent's name, which make its store keys unique
@@ -273,7 +341,7 @@ def _free(group: Any, process: int) -> None:
             names[_FreedGroup()] = name  # type: ignore[index]
 
 
-def connect(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGroupTransport:
+def connect(parent: Any, device: torch.device, watchdog: Watchdog, nodes: Nodes | None = None) -> ProcessGroupTransport:
     """Wait for all ranks of ``parent``, exchange the watchdogs' addresses, and return a transport of a new group.
 
     The ranks meet in the store of the parent, because PyTorch's own wait for a group does not show which ranks are
@@ -283,9 +351,11 @@ def connect(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGro
         parent: the process group whose ranks take part.
         device: the device of the gradients.
         watchdog: the watchdog of this rank.
+        nodes: the nodes of this rank's Compressor; None for one level.
 
     Raises:
         PeerLost: a rank has not arrived within the group's timeout.
+        PeerError: the nodes differ between ranks. The ranks would wait for each other in different groups.
     """
     store = dist.distributed_c10d._get_process_group_store(parent)
     name = parent.group_name
@@ -300,9 +370,12 @@ def connect(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGro
         try:
             timeout = parent._get_backend(device).options._timeout
             watchdog.patience = timeout.total_seconds()
-            watchdog.set_peers(exchange_texts(store, keys, rank, watchdog.endpoint(), timeout))
+            mine = json.dumps([watchdog.endpoint(), str(nodes or "one level")])
+            addresses, levels = zip(*map(json.loads, exchange_texts(store, keys, rank, mine, timeout)), strict=True)
+            watchdog.set_peers(addresses)
         except TimeoutError as error:
             raise PeerLost(f"rank {rank} waited for the first backward pass of all ranks: {error}") from error
+        compare_configs([({"nodes": each}, {}) for each in levels])
         return ProcessGroupTransport(parent, device)
 
 

@@ -173,13 +173,23 @@ class Collectives:
     Args:
         transport: the network.
         observers: receive the payloads and the time spent waiting. The list may grow.
+        rank: this rank among all ranks, if the transport connects only some of them.
+        inside_node: whether all ranks are on one node, and exchange with other nodes by other collectives.
     """
 
-    def __init__(self, transport: Transport, observers: Sequence[Observer]):
+    def __init__(
+        self,
+        transport: Transport,
+        observers: Sequence[Observer],
+        rank: int | None = None,
+        inside_node: bool = False,
+    ):
         self.transport = transport
         self.observers = observers
+        self.inside_node = inside_node
         self.group = Group(transport.rank, transport.world_size)
-        self.rank, self.world_size = self.group
+        self.world_size = transport.world_size
+        self.rank = transport.rank if rank is None else rank
         self.ordered = transport.ordered
 
     # -- one collective -----------------------------------------------------------------------------------------
@@ -191,7 +201,7 @@ class Collectives:
         collective: Collective,
         ops: Ops | None = None,
         like: Array | None = None,
-        equal: bool = False,
+        lengths: tuple[int, ...] | None = None,
     ) -> Pending:
         """Start a method's collective without waiting.
 
@@ -201,17 +211,16 @@ class Collectives:
             collective: the collective that the method yielded.
             ops: the array ops of the payload's library; by default those of NumPy.
             like: an array on the payloads' device.
-            equal: for an all-gather, whether all payloads are known to be as long as this rank's.
+            lengths: for an all-gather, the bytes of each rank's payload if they are known.
         """
         ops = ops or hvdcompress.ops.fast
         # Before observers are notified, because the root computes its payload here
-        request = lower(collective, self.rank, self.world_size, ops, like, self.transport.native_broadcast)
+        request = lower(collective, self.group.rank, self.world_size, ops, like, self.transport.native_broadcast)
         full = f"{name}.round{round}"
         if isinstance(collective, AllGather):
             own = collective.x
-            if equal:
-                # The lengths are fixed in this phase and known from an earlier step: no collective for them
-                lengths = (len(own),) * self.world_size
+            if lengths is not None:
+                # No collective for the lengths, for example because they are fixed and known from an earlier step
                 self._sent(name, Sent("AllGather", own, len(own), lengths))
                 request = Request("all_gather", own, recv_lengths=lengths)
             elif not self.transport.variable_lengths:  # MPI and torch.distributed need all lengths before the payloads
@@ -221,7 +230,7 @@ class Collectives:
                 return Pending(name, collective, request, ops, self._start(f"{full}.lengths", request_lengths))
         else:
             if isinstance(collective, Broadcast):
-                payload = request.payload if self.rank == int(collective.root) else None
+                payload = request.payload if self.group.rank == int(collective.root) else None
                 num_bytes = collective.num_bytes
             else:
                 payload = collective.x
@@ -324,5 +333,6 @@ class Collectives:
         return result
 
     def _sent(self, name: str, event: Sent) -> None:
+        event = event._replace(group=self.group, inside_node=self.inside_node)
         for observer in self.observers:
             observer.sent(self.rank, name, event)

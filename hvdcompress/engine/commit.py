@@ -27,7 +27,7 @@ class Outcome:
 def commit_step(
     local: RankState,
     exchanges: Collection[Exchange],
-    passed_through: Collection[NextStep],
+    without_exchange: Collection[NextStep],
     outcome: Outcome,
     per_bucket: bool = False,
 ) -> None:
@@ -36,7 +36,8 @@ def commit_step(
     Args:
         local: this rank's state.
         exchanges: exchanges in stage DELIVERED.
-        passed_through: buckets whose gradients the driver's framework has reduced.
+        without_exchange: buckets that have no exchange on this rank: the driver's framework has reduced their
+            gradients, or another rank of this node exchanges them.
         outcome: the result of the step.
         per_bucket: whether a trigger restarts only these buckets. TensorFlow needs it, because there the ranks agree on
             each tensor separately.
@@ -44,7 +45,7 @@ def commit_step(
     # A tensor must be known from its first step on, even if this step has a NaN or is discarded: otherwise ranks would
     # disagree on which tensors exist.
     begun = [exchange.setup.state for exchange in exchanges]
-    begun += [each.state for each in passed_through if each.state]
+    begun += [each.state for each in without_exchange if each.state]
     local.put(state for state in begun if state.bucket.spec.name not in local.states)
     if not outcome.finite:
         for exchange in exchanges:
@@ -52,7 +53,7 @@ def commit_step(
         return
     # All new states are built before the first one is stored, so that an exception leaves the step without effect.
     new = {exchange.name: exchange.new_state(outcome.unused) for exchange in exchanges}
-    for each in () if local.uncompressed else passed_through:
+    for each in () if local.uncompressed else without_exchange:
         name = each.bucket.spec.name
         # A TensorFlow graph may contain several steps of one tensor, hence the lookup in ``new``.
         before = new.get(name) or local.states[name]
@@ -60,7 +61,7 @@ def commit_step(
     local.swap(new, min((exchange.setup.begun_in for exchange in exchanges), default=None))
     for exchange in exchanges:
         exchange.close()
-    for each in passed_through:
+    for each in without_exchange:
         for observer in local.observers:
             observer.committed(local.rank, each.bucket.spec.name, {})
     if outcome.triggered:

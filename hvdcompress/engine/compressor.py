@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.fallback import Verdict
+from hvdcompress.engine.nodes import Location, Placement, find_nodes
 from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
@@ -38,6 +39,7 @@ class Compressor(ABC):
         rank: this rank.
         world_size: number of ranks.
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns the current number.
+        location: where the launcher has put this rank; None if it does not tell, or if not all of its ranks take part.
 
     Attributes:
         plan: the plan.
@@ -48,11 +50,19 @@ class Compressor(ABC):
     driver = "unnamed"  #: the name of the driver, which is saved with the state
     no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
 
-    def __init__(self, plan: Plan, rank: int, world_size: int, loss_scale: float | Callable[[], float] = 1.0):
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        world_size: int,
+        loss_scale: float | Callable[[], float] = 1.0,
+        location: Location | None = None,
+    ):
         self.plan = plan
         self.loss_scale = loss_scale
         self.ledger = Ledger(world_size, rank)
         self.local = RankState(plan, rank, world_size, self.ledger)
+        self._use_nodes(location)
         self.local.driver = self.driver
         if world_size == 1:
             log.warn_once("there is only one rank, so nothing is exchanged or compressed; start several ranks")
@@ -64,6 +74,18 @@ class Compressor(ABC):
         myself = weakref.ref(self)
         limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
         self.watchdog = Watchdog(rank, world_size, lambda: _progress_of(myself()), lambda: _pulse(myself()), limits)
+
+    def _use_nodes(self, location: Location | None) -> None:
+        """Choose between one level and two, as the plan's ``nodes`` says.
+
+        Raises:
+            ValueError: the ranks cannot be distributed as the plan says.
+        """
+        local = self.local
+        nodes = find_nodes(self.plan.nodes, local.rank, local.world_size, location)
+        local.placement = Placement(nodes, local.rank) if nodes else None
+        if nodes and local.rank == 0:
+            log.info_once(f"exchange with two levels: {nodes}, uncompressed inside a node")
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -114,7 +136,8 @@ class Compressor(ABC):
             FileNotFoundError: the folder has no complete set of saved states.
             ValueError: the files are damaged, or the state does not match. Then nothing is changed.
         """
-        self.load_state_dict(checkpoint.load(folder, self.local.rank, self.local.world_size))
+        local = self.local
+        self.load_state_dict(checkpoint.load(folder, local.rank, local.world_size, local.nodes))
 
     def release(self) -> None:
         """Delete residuals and other state, and free their memory. Tensors start again from step 0."""

@@ -83,7 +83,7 @@ class Comparison:
             self._copies[exchange.name] = setup.ops.zeros(setup.bucket.spec.size, setup.dtype, setup.like)
         for index, gradient in zip(indices, gradients, strict=True):
             start, stop = setup.bucket.spans[index]
-            setup.ops.write(self._copies[exchange.name][start:stop], gradient, 1.0 / setup.group.world_size)
+            setup.ops.write(self._copies[exchange.name][start:stop], gradient, 1.0 / self.local.world_size)
 
     def note_result(self, exchange: Exchange, factor: float) -> None:
         """Copy the results of an exchange before it delivers ``factor`` times its totals."""

@@ -205,20 +205,20 @@ class Exchange:
         setup = self.setup
         return setup.method, setup.ctx.phase, setup.ctx.triggers, self.round
 
-    def knows_lengths(self) -> bool:
-        """Return whether all ranks are known to have payloads as long as this rank's, for the current all-gather.
+    def known_lengths(self) -> tuple[int, ...] | None:
+        """Return the bytes of all ranks' payloads, in rank order, for the current all-gather; None if not known.
 
         Raises:
             ExchangeError: the length is declared as fixed, but differs from an earlier step.
         """
         if not (isinstance(self.collective, AllGather) and self.collective.fixed_length):
-            return False
+            return None
         before = self.setup.memory.lengths.get(self.collective_key)
         now = len(self.collective.x)
         if before not in (None, now):
             message = f"a fixed-length all-gather had {before} bytes before and {now} now{VARIABLE_LENGTH_HINT}"
             raise self.wrap_error(ValueError(message))
-        return before is not None
+        return None if before is None else (now,) * self.setup.group.world_size
 
     def note_lengths(self, lengths: Sequence[int]) -> None:
         """Remember payload lengths, if they are declared as fixed.
@@ -433,7 +433,9 @@ class Exchange:
     def wrap_error(self, error: Exception) -> ExchangeError:
         """Wrap an exception from the method with the tensor, round and rank."""
         name = self._fused.current if self._fused else self.name
-        where = f"method {self.setup.method.id}, round {max(self.round, 0)}, rank {self.setup.group.rank}"
+        local = self.setup.local
+        who = f"rank {local.rank}" if local.nodes is None else f"rank {local.rank}, node {self.setup.group.rank}"
+        where = f"method {self.setup.method.id}, round {max(self.round, 0)}, {who}"
         return ExchangeError(f"tensor {name!r} ({where}): {type(error).__name__}: {error}")
 
     def _expect(self, *stages: Stage) -> None:

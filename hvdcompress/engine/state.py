@@ -14,6 +14,7 @@ import numpy as np
 
 from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
 from hvdcompress.engine.fallback import Fallback, Verdict
+from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.saving import origin, snapshot
 from hvdcompress.engine.telemetry import log
@@ -24,7 +25,7 @@ from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import feedback
 from hvdcompress.parts.momentum import Momentum
-from hvdcompress.plan import Bucket, Plan
+from hvdcompress.plan import Bucket, Grouping, Plan
 from hvdcompress.registry import get
 
 UNCOMPRESSED = get("none")
@@ -87,6 +88,7 @@ class RankState:
         gradient_norm: the norm of all reduced gradients of the last step, before clipping; NaN if not measured.
         optimizer: function from a tensor's name to the momentum that the optimizer applies to it; None if unknown.
         driver: the driver's name, which is saved with the state.
+        placement: which rank of a node owns each tensor, in exchanges with two levels; None with one level.
     """
 
     def __init__(self, plan: Plan, rank: int, world_size: int, ledger: Ledger | None = None):
@@ -109,6 +111,7 @@ class RankState:
         self.gradient_norm = float("nan")
         self.optimizer: Callable[[str], Momentum | None] = lambda name: None
         self.driver = "loopback"
+        self.placement: Placement | None = None
         self._previous: Mapping[str, BucketState] = {}  # states at the beginning of the round, for discard()
         self._committed: set[str] = set()  # buckets whose state was replaced in this round
         self._can_discard = False
@@ -120,6 +123,30 @@ class RankState:
     def uncompressed(self) -> bool:
         """Whether this step reduces gradients uncompressed and leaves states unchanged."""
         return self.paused or self._dense_trial
+
+    def group(
+        self, specs: Iterable[TensorSpec], grouping: Grouping | None, ages: snapshot.Ages | None = None
+    ) -> list[Bucket]:
+        """Group tensors into buckets; see :meth:`Plan.buckets`. With two levels, this also chooses their owners.
+
+        Args:
+            specs: the tensors.
+            grouping: the rules of the network.
+            ages: progress by tensor; by default that of the present states.
+        """
+        ages = self.ages() if ages is None else ages
+        if self.placement:
+            return self.placement.buckets(self.plan, specs, grouping, ages)
+        return self.plan.buckets(specs, grouping, ages)
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """The nodes of an exchange with two levels; None with one level."""
+        return self.placement.nodes if self.placement else None
+
+    def owns(self, bucket: Bucket) -> bool:
+        """Return whether this rank exchanges the bucket, and has its state."""
+        return self.placement is None or self.placement.owns(bucket)
 
     # -- a bucket's next step -------------------------------------------------------------------------------
 
@@ -184,6 +211,18 @@ class RankState:
         planned = self.next_step(bucket)
         self.note_begun(bucket)
         return planned._replace(state=self.state_of(planned, like, ops))
+
+    def follow(self, bucket: Bucket) -> NextStep:
+        """Register a bucket that another rank of this node exchanges, so that its progress is known here.
+
+        Returns:
+            The next step, for ``commit.commit_step``.
+        """
+        planned = self.next_step(bucket)
+        if bucket.spec.name in self._committed:
+            self.begin_round()
+        self._can_discard = True
+        return planned._replace(state=planned.state or BucketState(bucket, {}))
 
     def memory_of(self, name: str) -> Memory:
         """Return the reused buffers of a bucket."""
@@ -418,8 +457,8 @@ class RankState:
             return
         saved = {**(self._loaded or {}), **self._tables(moved)}
         absent = [spec for state in moved for spec in state.bucket.members if spec.name not in present]
-        singles = [bucket for spec in absent for bucket in self.plan.buckets([spec])]
-        kept = [snapshot.restored(saved, bucket, self._copy, whole=False) for bucket in singles]
+        singles = [bucket for spec in absent for bucket in self.group([spec], None, {})]
+        kept = [self._restored(saved, bucket, self._copy, whole=False) for bucket in singles]
         # Treat the moved states like loaded ones: the first exchange of each new bucket claims its part
         self.replaced = True
         self.forget(state.bucket.spec.name for state in moved)
@@ -457,6 +496,9 @@ class RankState:
         """Return this rank's state as plain data with copied arrays; ``snapshot.py`` documents the format."""
         head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
         head |= {"world": self.world_size, "rank": self.rank}
+        if self.placement:
+            owners = {n: self.placement.owner(b) for b in self.buckets() for n in (b.spec.name, *_names(b))}
+            head["nodes"] = snapshot.layout(self.placement.nodes, owners)
         head[origin.MADE_BY] = origin.made_by(self.driver, self.optimizer, self.steps())
         head["fallback"] = self.fallback.state()
         head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
@@ -483,12 +525,26 @@ class RankState:
             ValueError: format, number of ranks, rank or tensors do not match, or an array does not fit its slot. The
                 message names the mismatch.
         """
-        snapshot.check_origin(saved, self.world_size, self.rank)
+        before = self.placement
+        self.adopt_owners(saved)
+        try:
+            self._load(saved, copy, buckets)
+        except ValueError:
+            self.placement = before
+            raise
+
+    def adopt_owners(self, saved: snapshot.Saved) -> None:
+        """With two levels, take the owners of tensors from a saved state, because the owners have the slots."""
+        if self.placement and snapshot.nodes_of(saved) == self.placement.nodes:
+            self.placement = self.placement.with_owners(saved["nodes"]["owners"])
+
+    def _load(self, saved: snapshot.Saved, copy: snapshot.Copy, buckets: Sequence[Bucket] | None) -> None:
+        snapshot.check_origin(saved, self.world_size, self.rank, self.nodes)
         if buckets is not None:
             known = {member.name for bucket in buckets for member in bucket.members}
             if unknown := sorted(saved["steps"].keys() - known):
                 raise ValueError(f"the saved state has tensors that the model does not have: {', '.join(unknown)}")
-        found = [snapshot.restored(saved, each, copy) for each in (self.buckets() if buckets is None else buckets)]
+        found = [self._restored(saved, each, copy) for each in (self.buckets() if buckets is None else buckets)]
         self._replace({state.bucket.spec.name: state for state in found if state})
         self._loaded = snapshot.without_buckets(saved, self.buckets())
         self._copy = copy
@@ -500,11 +556,18 @@ class RankState:
             if different := origin.differences(saved, self.plan, here):
                 log.warn_once(f"the saved state is of another training: {different}")
 
+    def _restored(
+        self, saved: snapshot.Saved, bucket: Bucket, copy: snapshot.Copy, whole: bool = True
+    ) -> BucketState | None:
+        if self.owns(bucket):
+            return snapshot.restored(saved, bucket, copy, whole)
+        return snapshot.progress(saved, bucket)
+
     def _claim(self, bucket: Bucket) -> BucketState | None:
         """Return the loaded state of a bucket that appears for the first time; None if there is none."""
         if not self._loaded:
             return None
-        state = snapshot.restored(self._loaded, bucket, self._copy, whole=False)
+        state = self._restored(self._loaded, bucket, self._copy, whole=False)
         if state:
             self._loaded = snapshot.without_buckets(self._loaded, [bucket])
             self.put([state])

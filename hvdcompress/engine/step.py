@@ -79,8 +79,8 @@ class Framework:
         """Return the array ops for gradients of this array's type and device."""
         return hvdcompress.ops.fast
 
-    def store(self, exchange: Exchange) -> None:
-        """Copy the results of an exchange from ``exchange.outs`` to the framework's own tensors."""
+    def store(self, name: str) -> None:
+        """Copy the results of a bucket to the framework's own tensors, if they were written elsewhere."""
 
     def checksums(self, local: RankState) -> dict[str, int]:
         """Return {name: checksum} of the state that must be equal on all ranks, for the plan's ``verify_every``."""
@@ -123,12 +123,13 @@ class Step:
 
     Args:
         local: the state of this rank.
-        collectives: the collectives of this rank's network.
+        collectives: the collectives of all ranks, for their status and for exchanges.
         config: plan and tensors, which must be equal on all ranks.
         agree: when the ranks agree; None if the driver compares the status itself.
         framework: the functions of the driver's framework.
 
     Attributes:
+        network: the collectives of the ranks that exchange with each other; all ranks by default.
         exchanges: {bucket name: exchange}.
         loss_scale: the factor by which the loss was multiplied. Set it before the first gradient.
         error: the first deferred error of this rank; the status tells the other ranks.
@@ -141,6 +142,7 @@ class Step:
         defer_errors: ``with step.defer_errors:`` stores an exception in ``error`` instead of raising it, until the
             ranks agree.
         unused: names of the tensors whose results no rank uses; their state is kept.
+        followed: buckets that another rank of this node exchanges; here only their progress is kept.
         finite: whether no rank had an Inf or a NaN, as far as this rank knows. Its own gradients are included after
             :meth:`status`.
     """
@@ -155,6 +157,7 @@ class Step:
     ):
         self.local = local
         self.collectives = collectives
+        self.network = collectives
         self.agree = agree
         self.framework = framework
         self.config = replace(config, plan={**config.plan, "paused": True}) if local.paused else config
@@ -174,6 +177,7 @@ class Step:
         self._in_flight: deque[Exchange] = deque()  # with a collective in flight, oldest first
         self._done: list[Exchange] = []  # in stage REDUCED
         self._factors: dict[str, float] = {}  # {bucket name: factor of the totals}
+        self.followed: list[NextStep] = []
         self._passed_through: list[PassedThrough] = []  # gradients that the framework reduces
         self._first_status: Pending | None = None  # the status that was sent and not received yet
         self._error_text = ""  # the error that the sent status reported
@@ -215,7 +219,7 @@ class Step:
         if exchange is None:
             like = gradients[0]
             ops = self.framework.ops(like)
-            setup = Setup(self.local, self.collectives.group, bucket, like, ops, self.loss_scale)
+            setup = Setup(self.local, self.network.group, bucket, like, ops, self.loss_scale)
             exchange = self.exchanges[bucket.spec.name] = Exchange(setup)
         if self.comparison:
             self.comparison.keep(exchange, indices, gradients)
@@ -235,8 +239,8 @@ class Step:
         elif not carried:
             self._submit(exchange)
         # MPI transfers data only inside MPI calls, so poke the oldest collective while this rank is busy encoding
-        if self.collectives.ordered:
-            self.collectives.progress(self._in_flight)
+        if self.network.ordered:
+            self.network.progress(self._in_flight)
         return exchange if carried else None
 
     @IGNORE_FLOAT_WARNINGS
@@ -291,6 +295,11 @@ class Step:
         if now - self._last_poll < POLL_INTERVAL:
             return
         self._last_poll = now
+        self.advance_ready()
+
+    @IGNORE_FLOAT_WARNINGS
+    def advance_ready(self) -> None:
+        """Resume exchanges whose collectives are done, oldest first, without waiting."""
         while self._in_flight and self._is_ready(self._in_flight[0]):
             self._advance(self._in_flight.popleft())
         self._deliver_done()
@@ -309,6 +318,16 @@ class Step:
     def fail(self, error: Exception) -> None:
         """Store an error of this rank, which the next status reports to all ranks. Only the first error is kept."""
         self.error = self.error or error
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a gradient was added."""
+        return bool(self.exchanges)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a collective of a tensor is in flight."""
+        return bool(self._in_flight)
 
     def waits_for(self) -> str:
         """Describe the collective that this rank waits for. The watchdog's thread calls it."""
@@ -330,11 +349,15 @@ class Step:
         self._read_device_flags()
         # A rank with an error may not know its loss scale. Sending 1 lets the ranks report the error and not the scale.
         scale = self.loss_scale if self.error is None else 1.0
-        self.checksums = self.framework.checksums(self.local) if self.local.verifies() else {}
+        self.checksums = self._compute_checksums() if self.local.verifies() else {}
         state = self.config.fingerprint(steps, self.checksums)
         return Status(
             self.error is not None, not self.finite, self._requested_trigger, self.local.replaced, state, scale
         )
+
+    def _compute_checksums(self) -> dict[str, int]:
+        """Return {name: checksum} of the state that must be equal on all ranks."""
+        return self.framework.checksums(self.local)
 
     def send_status(self) -> None:
         """Start sending this rank's status to all ranks, without waiting."""
@@ -455,7 +478,7 @@ class Step:
         Every rank calls it at the same point: all exchanges are done, and all ranks know whether the step is finite.
         """
         if self.comparison and self.finite:
-            self.comparison.start(self.collectives, self.exchanges.values())
+            self.comparison.start(self.network, self.exchanges.values())
 
     def finish_comparison(self) -> None:
         """Wait for these all-reduces and compare the results with the uncompressed average."""
@@ -465,7 +488,7 @@ class Step:
                 passed.next_step.bucket.spec.name: float(passed.gradient.norm()) for passed in self._passed_through
             }
             exact = {name: Product.exact(norm, factor) for name, norm in norms.items()}
-            self.comparison.finish(self.collectives, exact, self.unused)
+            self.comparison.finish(self.network, exact, self.unused)
 
     def _refuse_missing(self) -> None:
         """Raise RuntimeError if an exchange lacks gradients, or if the factor was not set."""
@@ -482,7 +505,7 @@ class Step:
         different one.
         """
         while self._in_flight:
-            if self.collectives.ordered:
+            if self.network.ordered:
                 self._advance_oldest(len(self._in_flight))
             else:
                 self._advance_any()
@@ -494,9 +517,10 @@ class Step:
         if self.finite and self.clip_norm is not None:
             self._clip(self.clip_norm)
         outcome = Outcome(self.finite, self.triggered, self.unused)
-        commit_step(self.local, self.exchanges.values(), [passed.next_step for passed in self._passed_through], outcome)
+        others = [*(passed.next_step for passed in self._passed_through), *self.followed]
+        commit_step(self.local, self.exchanges.values(), others, outcome)
         for exchange in self.exchanges.values():
-            self.framework.store(exchange)
+            self.framework.store(exchange.name)
         if not self.finite:
             for passed in self._passed_through:
                 passed.gradient.fill_(float("nan"))
@@ -528,9 +552,8 @@ class Step:
     def _submit(self, exchange: Exchange) -> None:
         """Start the collective that an exchange waits for."""
         assert exchange.collective is not None
-        equal = exchange.knows_lengths()
-        exchange.pending = self.collectives.start(
-            exchange.name, exchange.round, exchange.collective, exchange.setup.ops, exchange.x, equal
+        exchange.pending = self.network.start(
+            exchange.name, exchange.round, exchange.collective, exchange.setup.ops, exchange.x, exchange.known_lengths()
         )
         self._in_flight.append(exchange)
 
@@ -547,12 +570,12 @@ class Step:
     def _advance(self, exchange: Exchange) -> None:
         """Wait for the collective of an exchange, resume the exchange, and start its next collective."""
         assert exchange.pending is not None
-        if not self.collectives.advance(exchange.pending):
+        if not self.network.advance(exchange.pending):
             # Only the lengths of an all-gather have arrived; its payloads are in flight now
             self._in_flight.append(exchange)
             return
         exchange.note_lengths(exchange.pending.lengths or ())
-        result = self.collectives.result(exchange.pending)
+        result = self.network.result(exchange.pending)
         exchange.pending = None
         if exchange.resume(result) is None:
             self._done.append(exchange)
@@ -560,7 +583,7 @@ class Step:
             self._submit(exchange)
 
     def _is_ready(self, exchange: Exchange) -> bool:
-        return exchange.pending is not None and self.collectives.ready(exchange.pending)
+        return exchange.pending is not None and self.network.ready(exchange.pending)
 
     def _advance_any(self) -> None:
         """Advance one exchange whose collective is done. If there is none, let the transport work for a moment."""
@@ -590,8 +613,11 @@ class Step:
 
         Momentum is adapted after clipping, because adapted gradients have a larger norm.
         """
-        norms = [exchange.norm() for exchange in self.exchanges.values()]
-        norms += [float(passed.gradient.norm()) / self.loss_scale for passed in self._passed_through]
+        self._apply_clipping(limit, [exchange.norm() for exchange in self.exchanges.values()])
+
+    def _apply_clipping(self, limit: float, norms: list[float]) -> None:
+        """Clip the results of this rank, given the norms of all results but the passed-through ones."""
+        norms = norms + [float(passed.gradient.norm()) / self.loss_scale for passed in self._passed_through]
         norm = self.local.gradient_norm = float(np.linalg.norm(norms))
         factor = min(1.0, limit / (norm + 1e-6))
         for exchange in self.exchanges.values():

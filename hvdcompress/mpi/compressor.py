@@ -35,6 +35,8 @@ if not _is_set:
 from hvdcompress.engine import compressor  # noqa: E402
 from hvdcompress.engine.agreement import SharedConfig, compare_configs, peer_error  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
+from hvdcompress.engine.node_step import Levels, new_step  # noqa: E402
+from hvdcompress.engine.nodes import Location  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.engine.telemetry import log  # noqa: E402
@@ -101,7 +103,7 @@ class Compressor(compressor.Compressor):
         self._step: Step | None = None  # the open step; None between steps
         with self.watchdog.rendezvous("every rank's Compressor"):
             self._transport = MPITransport(comm)
-            self._finalizer = weakref.finalize(self, self._transport.stop_listening)
+            self._finalizer = weakref.finalize(self, self._transport.alarms.stop_listening)
             self._collectives = Collectives(self._transport, self.local.observers)
             terms = {**plan.to_dict(), "optimizer": str(optimizer)}
             message = json.dumps([str(error) if error else "", terms, self.watchdog.endpoint()])
@@ -113,6 +115,12 @@ class Compressor(compressor.Compressor):
             raise peer_error(errors)
         compare_configs([(plan, {}) for plan in plans])
         self.watchdog.set_peers(addresses)
+        if plan.nodes == "auto":
+            self._use_nodes(_locate(comm))
+        nodes = self.local.nodes
+        self._network: Collectives | Levels = self._collectives
+        if nodes:
+            self._network = Levels.over(self._transport, self._transport.split(nodes), self.local.observers)
         if optimizer is None and may_adapt(plan) and comm.rank == 0:
             log.warn_once(UNKNOWN_OPTIMIZER)
 
@@ -189,7 +197,7 @@ class Compressor(compressor.Compressor):
             # Raised here, it would leave the other ranks waiting for the status of this one. step.run() raises it
             # after it has told them
             error = caught
-        step = self._step = Step(self.local, self._collectives, tensors.terms, Agree.FIRST_AND_LAST)
+        step = self._step = new_step(self.local, self._network, tensors.terms, Agree.FIRST_AND_LAST)
         step.loss_scale = scale
         step.error = error
         step.factor = 1.0 / self.local.world_size if op == "average" else 1.0
@@ -229,7 +237,7 @@ class Compressor(compressor.Compressor):
             tensors = {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs}
             terms = SharedConfig({**self.plan.to_dict(), "op": op}, tensors)
             # Largest bucket first: its collective overlaps with the encoding of all others
-            found = self.plan.buckets(specs, IN_ORDER, ages=self.local.ages())
+            found = self.local.group(specs, IN_ORDER)
             buckets = sorted(found, key=lambda bucket: -bucket.spec.size)
             self.local.regroup(buckets)
             self._tensors = _Tensors(given, tuple(buckets), terms)
@@ -264,6 +272,27 @@ class Compressor(compressor.Compressor):
         """
         self.local.load_state_dict(saved, np.concatenate)
         self._tensors = None  # the restored steps may put tensors into other buckets
+
+
+def _locate(comm: MPI.Intracomm) -> Location | None:
+    """Return where this rank is, by the ranks with which it shares memory; collective.
+
+    Returns:
+        None unless nodes have equally many, consecutive ranks.
+
+    Args:
+        comm: the communicator.
+    """
+    inside = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    first = comm.rank - inside.rank
+    everyone = comm.allgather((inside.bcast(comm.rank), inside.rank, inside.size))
+    local_rank = inside.rank
+    local_size = inside.size
+    inside.Free()
+    consecutive = [(rank - rank % local_size, rank % local_size, local_size) for rank in range(comm.size)]
+    if everyone != consecutive:
+        return None
+    return Location(first // local_size, comm.size // local_size, local_rank, local_size)
 
 
 class _Tensors(NamedTuple):

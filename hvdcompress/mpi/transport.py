@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 import hvdcompress.ops
 from hvdcompress.engine.agreement import peer_error
+from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.safety.alarm import Alarm, Call, missing_calls
 from hvdcompress.engine.transport import Request
 
@@ -43,44 +44,55 @@ class Handle:
 class MPITransport:
     """Collectives over one communicator, matched by their order.
 
-    The transport has two duplicates of the communicator, one for collectives and one for alarms, so that neither mixes
-    with messages of the program. Constructing it is collective, and so is :meth:`close`.
+    The transport has a duplicate of the communicator, so that its messages do not mix with those of the program.
+    Constructing it is collective, and so is :meth:`close`.
 
     Args:
         comm: an intracommunicator.
+        alarms: the alarms of all ranks. None to make them, for the ranks of ``comm``.
+
+    Attributes:
+        calls: the collectives that this rank has started in this step.
+        running: those of them that are in flight.
     """
 
     ordered = True
     native_broadcast = False
     variable_lengths = False
 
-    def __init__(self, comm: MPI.Comm):
+    def __init__(self, comm: MPI.Comm, alarms: Alarms | None = None):
         self.comm = comm.Dup()
-        self.alarm_comm = comm.Dup()
         self.rank = comm.rank
         self.world_size = comm.size
-        self.step = 0  # number of this step, the same on all ranks
-        self._calls: list[Call] = []  # the collectives that this rank has started in this step
-        self._running: list[Handle] = []
-        self._alarms: Counter[int] = Counter()  # number of alarms received, by step number
-        self._listen()
+        self.calls: list[Call] = []
+        self.running: list[Handle] = []
+        self.alarms = alarms or Alarms(comm)
+        self._parts: list[MPITransport] = []  # transports of some of the ranks, which split() made
 
     def close(self) -> None:
         """Free the communicators; collective. Call it when no collective is in flight."""
-        self.stop_listening()
-        self.comm.Free()
-        self.alarm_comm.Free()
-
-    def stop_listening(self) -> None:
-        """Cancel the receive for alarms. Not collective: one rank alone may call it, at exit for example."""
-        if self._alarm != MPI.REQUEST_NULL and not MPI.Is_finalized():
-            self._alarm.Cancel()
-            self._alarm.Wait()
+        for transport in (self, *self._parts):
+            transport.comm.Free()
+        self.alarms.close()
 
     def begin(self) -> None:
         """Begin a step. Forget the last one, which may have failed."""
-        self.step += 1
-        self._calls.clear()
+        self.alarms.step += 1
+        for transport in (self, *self._parts):
+            transport.calls.clear()
+
+    def split(self, nodes: Nodes) -> tuple[MPITransport, MPITransport, MPITransport]:
+        """Return transports to the owners of a node, between nodes, and from the owners of a node; collective.
+
+        Args:
+            nodes: the nodes.
+        """
+        inside = self.comm.Split(nodes.node_of(self.rank))
+        between = self.comm.Split(nodes.local_rank(self.rank))
+        self._parts += [MPITransport(comm, self.alarms) for comm in (inside, between, inside)]
+        inside.Free()
+        between.Free()
+        return self._parts[0], self._parts[1], self._parts[2]
 
     # -- collectives ----------------------------------------------------------------------------------------
 
@@ -105,13 +117,9 @@ class MPITransport:
         Raises:
             Alarm: a rank has failed in this step.
         """
-        while handle in self._running:
-            if self._alarms[self.step]:
-                raise Alarm
-            if MPI.Request.Waitany([handle.request, self._alarm]) == 0:
-                self._running.remove(handle)
-            else:
-                self._receive_alarm()  # an alarm of the next step is only counted, and raised in that step
+        while handle in self.running:
+            if self.alarms.wait(handle.request):
+                self.running.remove(handle)
         return handle.out
 
     def idle(self, handle: Handle) -> None:
@@ -140,21 +148,11 @@ class MPITransport:
                 send_lengths = call.send_lengths or ()
                 buffers = [[payload, (send_lengths, _starts(send_lengths)), MPI.BYTE], receive_buffer]
                 request = self.comm.Ialltoallv(*buffers)
-        self._calls.append(call)
-        self._running.append(Handle(request, out, buffers))
-        return self._running[-1]
+        self.calls.append(call)
+        self.running.append(Handle(request, out, buffers))
+        return self.running[-1]
 
     # -- failure --------------------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        """Post the receive for the next alarm."""
-        self._alarm_step = np.zeros(1, np.int64)
-        self._alarm = self.alarm_comm.Irecv(self._alarm_step, MPI.ANY_SOURCE)
-
-    def _receive_alarm(self) -> None:
-        """Count an alarm that has arrived, and post the receive for the next one."""
-        self._alarms[int(self._alarm_step[0])] += 1
-        self._listen()
 
     def fail(self, error: Exception | None) -> Exception:
         """End the step on all ranks after one of them has failed; see ``engine/safety/alarm.py``.
@@ -169,33 +167,102 @@ class MPITransport:
             The exception that this rank should raise: PeerError with the errors of all ranks, or RuntimeError if the
             ranks are in different steps.
         """
-        alarms = []
-        if error is not None:
-            number = np.array([self.step], np.int64)
-            alarms = [self.alarm_comm.Isend(number, rank) for rank in range(self.world_size) if rank != self.rank]
-        text = "" if error is None else str(error) or type(error).__name__
-        everyone: list[tuple[int, str, list[Call]]] = self.alarm_comm.allgather((self.step, text, self._calls))
-        # Each rank with an error of its own has sent an alarm. Receive all of them, or the next step would
-        expected = sum(bool(text) for rank, (_, text, _) in enumerate(everyone) if rank != self.rank)
-        while self._alarms[self.step] < expected:
-            self._alarm.Wait()
-            self._receive_alarm()
-        del self._alarms[self.step]
-        MPI.Request.Waitall(alarms)
+        transports = [self, *self._parts]
+        everyone = self.alarms.exchange(error, [transport.calls for transport in transports])
         if len({step for step, _, _ in everyone}) > 1:
             counts = ", ".join(f"rank {rank}: {step}" for rank, (step, _, _) in enumerate(everyone))
             return RuntimeError(
                 f"the ranks are in different steps and cannot go on ({counts}); call allreduce equally often on each"
             )
-        self._join_missing([calls for _, _, calls in everyone])
+        for number, transport in enumerate(transports):
+            ranks = MPI.Group.Translate_ranks(transport.comm.group, None, self.comm.group)
+            transport._join_missing([everyone[rank][2][number] for rank in ranks])
         return peer_error([text for _, text, _ in everyone])
 
     def _join_missing(self, everyone: Sequence[Sequence[Call]]) -> None:
         """Take part, with zeros, in every collective of this step that only other ranks have started."""
         for call in missing_calls(everyone, self.rank):
             self._launch(call, np.zeros(call.size, call.dtype))
-        MPI.Request.Waitall([handle.request for handle in self._running])
-        self._running.clear()
+        MPI.Request.Waitall([handle.request for handle in self.running])
+        self.running.clear()
+
+
+class Alarms:
+    """Alarms between the ranks of a communicator, for all transports of these ranks.
+
+    Args:
+        comm: an intracommunicator. Alarms have a duplicate of their own.
+
+    Attributes:
+        step: number of this step, the same on all ranks.
+    """
+
+    def __init__(self, comm: MPI.Comm):
+        self.comm = comm.Dup()
+        self.step = 0
+        self._received: Counter[int] = Counter()  # number of alarms received, by step number
+        self._listen()
+
+    def close(self) -> None:
+        """Free the communicator; collective."""
+        self.stop_listening()
+        self.comm.Free()
+
+    def stop_listening(self) -> None:
+        """Cancel the receive for alarms. Not collective: one rank alone may call it, at exit for example."""
+        if self._alarm != MPI.REQUEST_NULL and not MPI.Is_finalized():
+            self._alarm.Cancel()
+            self._alarm.Wait()
+
+    def wait(self, request: MPI.Request) -> bool:
+        """Wait for a request or an alarm, and return whether the request is done.
+
+        Raises:
+            Alarm: a rank has failed in this step.
+        """
+        if self._received[self.step]:
+            raise Alarm
+        if MPI.Request.Waitany([request, self._alarm]) == 0:
+            return True
+        self._receive()  # an alarm of the next step is only counted, and raised in that step
+        return False
+
+    def _listen(self) -> None:
+        """Post the receive for the next alarm."""
+        self._alarm_step = np.zeros(1, np.int64)
+        self._alarm = self.comm.Irecv(self._alarm_step, MPI.ANY_SOURCE)
+
+    def _receive(self) -> None:
+        """Count an alarm that has arrived, and post the receive for the next one."""
+        self._received[int(self._alarm_step[0])] += 1
+        self._listen()
+
+    def exchange(
+        self, error: Exception | None, calls: Sequence[Sequence[Call]]
+    ) -> list[tuple[int, str, list[list[Call]]]]:
+        """Send an alarm after an error of this rank, and exchange errors and calls with all ranks.
+
+        Args:
+            error: the error of this rank, or None.
+            calls: for each transport, the collectives that this rank has started in this step.
+
+        Returns:
+            For every rank, its step, its error text and its ``calls``.
+        """
+        alarms = []
+        if error is not None:
+            number = np.array([self.step], np.int64)
+            alarms = [self.comm.Isend(number, rank) for rank in range(self.comm.size) if rank != self.comm.rank]
+        text = "" if error is None else str(error) or type(error).__name__
+        everyone: list[tuple[int, str, list[list[Call]]]] = self.comm.allgather((self.step, text, calls))
+        # Each rank with an error of its own has sent an alarm. Receive all of them, or the next step would
+        expected = sum(bool(text) for rank, (_, text, _) in enumerate(everyone) if rank != self.comm.rank)
+        while self._received[self.step] < expected:
+            self._alarm.Wait()
+            self._receive()
+        del self._received[self.step]
+        MPI.Request.Waitall(alarms)
+        return everyone
 
 
 OPS = {"sum": MPI.SUM, "max": MPI.MAX}

@@ -19,6 +19,7 @@ from hvdcompress.registry import FieldError, classes, get, suggest
 PLAN_KEYS = (
     "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed",
     "watchdog", "warn_after", "end_after", "verify_every", "clip_norm", "fallback", "cosine_every", "without_beta1",
+    "nodes",
 )  # fmt: skip
 #: Keys with integer values, and their defaults
 INTEGERS = {
@@ -59,6 +60,9 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
                                     # compression if it saves no time; under PyTorch DDP and Horovod
         cosine_every: 100           # interval in steps at which uncompressed gradients are averaged, too, and
                                     # summary() shows the cosine between both results; 0, the default: never
+        nodes: auto                 # exchange with two levels: uncompressed inside a node, compressed between nodes;
+                                    # auto: as the launcher has distributed the ranks; or the number of nodes; 0: one
+                                    # level
         without_beta1: true         # set beta1 of Adam and its relatives to 0, if the driver is given the optimizer
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob pattern
@@ -138,7 +142,7 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
     """Create a plan from a method that is not registered, such as one under development."""
     doc = Document({**settings})
-    doc.known_keys((*INTEGERS, *FLAGS, "clip_norm", "cosine_every"))
+    doc.known_keys((*INTEGERS, *FLAGS, "clip_norm", "cosine_every", "nodes"))
     shared = _plan_settings(doc)
     source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **shared}
     return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **shared)
@@ -159,6 +163,10 @@ def _plan_settings(doc: Document) -> dict[str, Any]:
         found["clip_norm"] = float(limit)
     if every := doc.integer("cosine_every", 0, least=0):
         found["cosine_every"] = every
+    if doc.value.get("nodes") == "auto":
+        found["nodes"] = "auto"
+    elif nodes := doc.integer("nodes", 0, least=0):
+        found["nodes"] = nodes
     return found
 
 

@@ -28,6 +28,7 @@ from safetensors.numpy import load as deserialize
 from safetensors.numpy import save as serialize
 from safetensors.numpy import save_file
 
+from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.saving import snapshot
 
 METADATA = "hvdcompress"  #: metadata key of everything that is no array: plan, steps, number of ranks, …
@@ -279,7 +280,7 @@ class _Set:
             self.wrong = "; ".join(wrong)
 
 
-def load(folder: str | Path, rank: int, world_size: int) -> dict[str, Any]:
+def load(folder: str | Path, rank: int, world_size: int, nodes: Nodes | None = None) -> dict[str, Any]:
     """Load the state of one rank from the newest complete set in a folder, re-sharded if necessary.
 
     A warning names the problems of newer sets that are incomplete or damaged. A folder that contains only files of this
@@ -289,6 +290,7 @@ def load(folder: str | Path, rank: int, world_size: int) -> dict[str, Any]:
         folder: the folder.
         rank: this rank.
         world_size: number of ranks.
+        nodes: the nodes; None for one level.
 
     Raises:
         FileNotFoundError: the folder has no saved state, or no set of all ranks.
@@ -309,5 +311,9 @@ def load(folder: str | Path, rank: int, world_size: int) -> dict[str, Any]:
     if wrong:
         warnings.warn(f"{wrong}; loading the earlier state of step {good.step} instead", stacklevel=2)
     if good.world_size == world_size:
-        return read(good.files[rank])
-    return snapshot.reshard([read(good.files[old]) for old in range(good.world_size)], world_size)[rank]
+        own = read(good.files[rank])
+        if snapshot.nodes_of(own) == nodes:
+            return own
+    if local_only:
+        raise ValueError(f"{folder} has the state of rank {rank} alone, and it is of other nodes: all ranks are needed")
+    return snapshot.reshard([read(good.files[old]) for old in range(good.world_size)], world_size, nodes)[rank]

@@ -1,10 +1,10 @@
 """Conversion of a rank's state to plain data and back, by tensor, so that it survives a different bucketing.
 
 A saved state is a dict with ``format``, ``plan``, ``world``, ``rank``, ``made_by`` (``origin.py``), ``fallback`` (the
-decision), ``metrics`` {metric: [least, greatest]}, and four tables by tensor: ``steps`` {name: n}, ``restarts`` {name:
-[triggers, triggers that took effect, step of the last]}, ``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name:
-{slot: flat array}}. The slots include the contents of ``BucketState.momentum``, in the form in which they are kept in
-memory (``pieces.slots_of``).
+decision), ``metrics`` {metric: [least, greatest]}, with two levels ``nodes`` (:func:`layout`), and four tables by
+tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, triggers that took effect, step of the last]}, ``merge``
+{name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. The slots include the contents of
+``BucketState.momentum``, in the form in which they are kept in memory (``pieces.slots_of``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 import hvdcompress.ops
 from hvdcompress.engine.bucket_state import BucketState, MomentumState, declared_by_members, declared_slots
+from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.pieces import Piece, Pieces, by_tensor, slots_of, to_dense
 from hvdcompress.method import Array, Slot, Sparse, TensorSpec
 from hvdcompress.ops.vectors import Outer, dtype_name
@@ -58,17 +59,45 @@ def check(saved: Saved) -> None:
         raise ValueError("the saved state's 'merge' and 'state' have different arrays")
 
 
-def check_origin(saved: Saved, world_size: int, rank: int) -> None:
-    """Raise an error unless a value is a saved state of this rank and number of ranks.
+def check_origin(saved: Saved, world_size: int, rank: int, nodes: Nodes | None = None) -> None:
+    """Raise an error unless a value is a saved state of this rank, number of ranks and number of nodes.
 
     Raises:
-        ValueError: format, number of ranks or rank do not match. The message says which.
+        ValueError: format, number of ranks, rank or nodes do not match. The message says which.
     """
     check(saved)
     for key, mine in (("world", world_size), ("rank", rank)):
         if saved[key] != mine:
             hint = "; Compressor.load() re-shards a folder with the states of all ranks" if key == "world" else ""
             raise ValueError(f"the saved state has {key} {saved[key]!r}, but {key} is {mine!r} here{hint}")
+    if nodes_of(saved) != nodes:
+        raise ValueError(
+            f"the saved state is of {nodes_of(saved) or 'one level'}, but here is {nodes or 'one level'}; "
+            "Compressor.load() re-shards a folder with the states of all ranks"
+        )
+
+
+def layout(nodes: Nodes, owners: Mapping[str, int]) -> dict[str, Any]:
+    """Return the entry ``nodes`` of a saved state.
+
+    Args:
+        nodes: the nodes.
+        owners: {name of a tensor or bucket: local rank that has its slots}.
+    """
+    return {**nodes._asdict(), "owners": dict(owners)}
+
+
+def nodes_of(saved: Saved) -> Nodes | None:
+    """Return the nodes of a saved state; None for one level."""
+    found = saved.get("nodes")
+    return Nodes(found["num_nodes"], found["local_size"]) if found else None
+
+
+def _is_layout(value: Any) -> bool:
+    if value is None:
+        return True
+    numbers = isinstance(value, Mapping) and all(_is_count(value.get(each)) for each in Nodes._fields)
+    return numbers and isinstance(value.get("owners"), Mapping) and all(map(_is_count, value["owners"].values()))
 
 
 def ages(steps: Mapping[str, int], restarts: Mapping[str, Sequence[int]]) -> Ages:
@@ -111,6 +140,7 @@ _HOLDS: dict[str, Callable[[Any], bool]] = {
     "steps": _table(_is_count),
     "restarts": _table(_is_restart),
     "merge": _table(_are_merges),
+    "nodes": _is_layout,
 }
 
 
@@ -155,6 +185,19 @@ def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array
         return [(bucket.spec.name, array)]
     spans = zip(bucket.members, bucket.spans, strict=True)
     return [(member.name, array[start:stop]) for member, (start, stop) in spans]
+
+
+def progress(saved: Saved, bucket: Bucket) -> BucketState | None:
+    """Build the state of a bucket that another rank of the node exchanges: its progress, without slots.
+
+    Return None if the saved state has none of its tensors.
+    """
+    members = [member.name for member in bucket.members if member.name in saved["steps"]]
+    if not members:
+        return None
+    triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
+    step = saved["steps"][members[0]]
+    return BucketState(bucket, {}, step=step, triggers=triggers, restart=(restart[0], restart[1]))
 
 
 def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> BucketState | None:
@@ -304,10 +347,17 @@ def renamed(saved: Saved, names: Sequence[str]) -> Saved:
     return {**saved, **{table: {new.get(name, name): one for name, one in saved[table].items()} for table in TABLES}}
 
 
-def reshard(saved: Sequence[Saved], world_size: int) -> list[dict[str, Any]]:
-    """Convert the saved states of all ranks into states for ``world_size`` ranks.
+def reshard(saved: Sequence[Saved], world_size: int, nodes: Nodes | None = None) -> list[dict[str, Any]]:
+    """Convert the saved states of all ranks into states for other ranks or nodes.
 
-    Summed slots are divided equally among the new ranks, so that no gradient is lost or counted twice.
+    Summed slots are divided equally among the ranks that will have them, so that no gradient is lost or counted twice.
+    With two levels, the state of each rank has the slots of all tensors; loading it ignores those that other ranks of
+    the node own.
+
+    Args:
+        saved: the saved states, in any order.
+        world_size: the new number of ranks.
+        nodes: the new nodes; None for one level.
 
     Raises:
         ValueError: the state of a rank is missing, or steps or tensors differ between ranks.
@@ -317,14 +367,29 @@ def reshard(saved: Sequence[Saved], world_size: int) -> list[dict[str, Any]]:
     ranks = sorted(one["rank"] for one in saved)
     if ranks != list(range(first["world"])):
         raise ValueError(f"states of all {first['world']} ranks are needed; these are of ranks {ranks}")
+    before = nodes_of(first) or Nodes(first["world"], 1)
+    owners = (first.get("nodes") or {"owners": {}})["owners"]
+    with_rank: dict[int, Saved] = {}  # for each local rank, the state of one such rank
     for one in saved:
-        for what in ("steps", "merge"):
-            if one[what] != first[what]:
-                raise ValueError(f"the saved states of ranks {first['rank']} and {one['rank']} differ in {what!r}")
-
-    def merged(name: str, slot: str) -> Array:
-        arrays = [one["state"][name][slot] for one in saved]
-        return sum(arrays) / world_size if first["merge"][name][slot] == "sum" else arrays[0]
-
-    state = {name: {slot: merged(name, slot) for slot in slots} for name, slots in first["state"].items()}
-    return [{**first, "world": world_size, "rank": rank, "state": state} for rank in range(world_size)]
+        same = with_rank.setdefault(before.local_rank(one["rank"]), one)
+        for what, other in (("steps", first), ("merge", same)):
+            if one[what] != other[what]:
+                raise ValueError(f"the saved states of ranks {other['rank']} and {one['rank']} differ in {what!r}")
+    holders = nodes.num_nodes if nodes else world_size
+    merge: dict[str, dict[str, str]] = {}
+    state: dict[str, dict[str, Array]] = {}
+    for local_rank, example in with_rank.items():
+        having = [one for one in saved if before.local_rank(one["rank"]) == local_rank]
+        for name, slots in example["merge"].items():
+            if owners.get(name, 0) != local_rank:
+                continue
+            merge[name] = slots
+            state[name] = {
+                slot: sum(one["state"][name][slot] for one in having) / holders
+                if how == "sum"
+                else example["state"][name][slot]
+                for slot, how in slots.items()
+            }
+    common = {**first, "world": world_size, "merge": merge, "state": state}
+    common["nodes"] = layout(nodes, {}) if nodes else None
+    return [{**common, "rank": rank} for rank in range(world_size)]

@@ -2,7 +2,8 @@
 
 ``bytes_sent`` counts the payload bytes that a rank passes to its collectives, including headers, probes and status.
 ``bytes_on_wire`` is the number of bytes that the rank transmits if the collectives run as rings. Only the latter shows
-gradient build-up, because a ring forwards each gathered payload p − 1 times.
+gradient build-up, because a ring forwards each gathered payload p − 1 times. In an exchange with two levels, both count
+the traffic between nodes, and ``bytes_inside_node`` what the rank transmits to other ranks of its node.
 
 ==========  =============  ==================================================================
 collective  sent           on the wire
@@ -67,6 +68,7 @@ class Ledger(Observer):
     _seconds: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     _counters: dict[tuple[int, str], Any] = field(default_factory=lambda: defaultdict(int))
     _compared: dict[int, Compared] = field(default_factory=dict)
+    _inside_node: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     # -- events -----------------------------------------------------------------------------------------
 
@@ -77,16 +79,19 @@ class Ledger(Observer):
 
     def sent(self, rank: int, name: str, what: Sent) -> None:
         """Add a collective."""
-        p = self.world_size
+        index, p = what.group or (rank, self.world_size)
         if what.collective in ("AllReduce", "Broadcast"):
             wire = 2 * (p - 1) / p * what.num_bytes
         elif what.collective == "AllToAll":
-            wire = what.num_bytes - what.splits[rank] if what.splits else (p - 1) / p * what.num_bytes
+            wire = what.num_bytes - what.splits[index] if what.splits else (p - 1) / p * what.num_bytes
         elif what.collective == "AllGather":
             lengths = what.lengths
-            wire = sum(lengths) - lengths[(rank + 1) % p] if lengths else (p - 1) * what.num_bytes
+            wire = sum(lengths) - lengths[(index + 1) % p] if lengths else (p - 1) * what.num_bytes
         else:
             raise KeyError(what.collective)
+        if what.inside_node:
+            self._inside_node[rank] += wire
+            return
         for entry in (self._ranks[rank], self._tensors[rank, name]):
             entry.sent += what.num_bytes
             entry.on_wire += wire
@@ -128,6 +133,10 @@ class Ledger(Observer):
         """Return the bytes that the rank transmits if the collectives run as rings."""
         return round(self._ranks[self._rank(rank)].on_wire)
 
+    def bytes_inside_node(self, rank: int | None = None) -> int:
+        """Return the bytes that the rank transmitted to ranks of its node, in exchanges with two levels."""
+        return round(self._inside_node[self._rank(rank)])
+
     def dense_bytes(self, rank: int | None = None) -> int:
         """Return the bytes of the gradients in their own dtype."""
         return self._ranks[self._rank(rank)].dense
@@ -166,5 +175,5 @@ class Ledger(Observer):
     def reset(self) -> None:
         """Reset all counts to zero."""
         self.steps = 0
-        for table in (self._ranks, self._tensors, self._seconds, self._counters, self._compared):
+        for table in (self._ranks, self._tensors, self._seconds, self._counters, self._compared, self._inside_node):
             table.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hvdcompress.engine.transport import Group
 from hvdcompress.method import Array
 
 
@@ -18,6 +19,8 @@ class Sent(NamedTuple):
         num_bytes: size of the payload. For a broadcast it is the size on the root, which is charged to every rank.
         lengths: for an all-gather, the bytes of every rank.
         splits: for an all-to-all with unequal pieces, the bytes for each rank.
+        group: this rank's index among the ranks that take part, and their number; None for all ranks.
+        inside_node: whether all of these ranks are on one node, in an exchange with two levels.
     """
 
     collective: str
@@ -25,6 +28,8 @@ class Sent(NamedTuple):
     num_bytes: int
     lengths: Sequence[int] | None = None
     splits: Sequence[int] | None = None
+    group: Group | None = None
+    inside_node: bool = False
 
 
 class Completed(NamedTuple):

@@ -118,7 +118,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     Raises:
         TypeError: ``optimizer`` is neither a Keras optimizer nor an SGD.
         ValueError: the plan is wrong; ``hvd.init()`` was not called; the plan has ``bucket_elements``,
-            ``verify_every``, ``cosine_every`` or ``clip_norm``, which TensorFlow graphs do not support.
+            ``verify_every``, ``cosine_every``, ``clip_norm`` or ``nodes``, which TensorFlow graphs do not support.
     """
 
     driver = "TensorFlow"
@@ -143,6 +143,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             raise ValueError(f"cosine_every must be 0: {GRAPH_PER_TENSOR}")
         if plan.clip_norm is not None:
             raise ValueError(f"clip_norm must be null: {GRAPH_PER_TENSOR}")
+        if plan.nodes:
+            raise ValueError(f"nodes must be 0: {GRAPH_PER_TENSOR}")
         if plan.bucket_elements:
             raise ValueError(f"bucket_elements must be 0: {GRAPH_PER_TENSOR}")
         if names is not None and len(set(names)) < len(names):

@@ -8,6 +8,7 @@ all-reduce: a probe whose reduction tells Average from Sum. See ``docs/drivers.m
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -22,9 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvdcompress._torch.compressor import TensorCompressor, named
 from hvdcompress.engine.agreement import PeerError, SharedConfig, factor_of
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.compressor import next_compressor_number, process_set_changed
+from hvdcompress.engine.compressor import is_elastic, next_compressor_number, process_set_changed
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.intake import SMALL
+from hvdcompress.engine.node_step import Levels
+from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Agree, Step
@@ -181,7 +184,10 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                     f"{name!r} is {parameter.dtype}: Horovod cannot reduce complex gradients; store the parameter as "
                     "real numbers (torch.view_as_real)"
                 )
-        super().__init__(plan, rank, world_size, trained, loss_scale, ops)
+        location = None
+        if plan.nodes:
+            location = _location(process_set, plan.nodes)
+        super().__init__(plan, rank, world_size, trained, loss_scale, ops, location)
         self.model_parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
@@ -190,6 +196,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         self._probe = torch.tensor(
             [1.0 / world_size, (self.local.rank + 1.0) / world_size**2], dtype=torch.float32, device="cpu"
         )
+        self._network = self._make_network()
         self._last_order: list[str] = []  # order of the gradients in the last step, as a guess for the next one
         self._plans_compared = False  # True after the first step, in which the ranks compare their plans
         self._hooked_parameters: set[int] = set()  # ids of the parameters that Horovod has hooked for this Compressor
@@ -197,6 +204,15 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         self._failure: PeerError | None = None  # raised again by every later call
         if not _hook_handles:
             _hook_handles.append(register_optimizer_step_pre_hook(_before_step))
+
+    def _make_network(self) -> Collectives | Levels:
+        """Return the collectives of all ranks; with two levels, also those of nodes, which all ranks make."""
+        world = HorovodTransport(self.prefix, self.process_set)
+        nodes = self.local.nodes
+        if nodes is None:
+            return Collectives(world, self.local.observers)
+        with self.watchdog.rendezvous("every rank's Compressor"):
+            return Levels.over(world, world.split(nodes), self.local.observers)
 
     # -- Horovod's interface --------------------------------------------------------------------------------
 
@@ -313,9 +329,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._discard_step()
             self._note_frozen()
             self.local.begin_round()
-            transport = HorovodTransport(self.prefix, self.process_set)
-            collectives = Collectives(transport, self.local.observers)
-            step = self._new_step(collectives, Agree.BEFORE_WAITING)
+            step = self._new_step(self._network, Agree.BEFORE_WAITING)
             with step.defer_errors:
                 step.loss_scale = self.current_loss_scale()
             self._arrivals = Arrivals(step, self._probes(), Clock(self.ledger))
@@ -337,7 +351,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
     def _is_under_way(self) -> bool:
         arrivals = self._arrivals
-        return arrivals is not None and bool(arrivals.step.exchanges)
+        return arrivals is not None and arrivals.step.has_begun
 
     def _waits_for(self) -> str | None:
         arrivals = self._arrivals
@@ -480,7 +494,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             elif (
                 planned
             ):  # this rank has failed, but the others may carry their payloads: send zeros of the same length
-                length = planned.carried_elements()
+                length = None if self.local.nodes else planned.carried_elements()
                 where = ctx.gradient.device
                 payload = None if length is None else torch.zeros(length, dtype=torch.float32, device=where)
             stock = next(probes) if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
@@ -528,6 +542,28 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 f"sparse gradients cannot be compressed ({', '.join(names)}): make them dense "
                 "(torch.nn.Embedding(..., sparse=False)), or leave the parameter to another optimizer"
             )
+
+
+def _location(process_set: Any, setting: int | str) -> Location | None:
+    """Return where horovodrun or mpirun has put this rank; None if two levels cannot be chosen automatically.
+
+    Args:
+        process_set: the Horovod process set.
+        setting: the plan's ``nodes``.
+
+    Raises:
+        ValueError: the number of nodes is given, but Horovod cannot make process sets now.
+    """
+    reason = ""
+    if is_elastic():
+        reason = "elastic training changes the ranks of nodes"
+    elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
+        reason = "Horovod makes process sets only with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment of all ranks"
+    if reason and setting != "auto":
+        raise ValueError(f"nodes = {setting}: {reason}")
+    if reason or process_set.size() != hvd.size():
+        return None
+    return Location(hvd.cross_rank(), hvd.cross_size(), hvd.local_rank(), hvd.local_size())
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

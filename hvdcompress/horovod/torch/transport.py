@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
 
 POLL_INTERVAL = 1e-4  #: seconds between two polls of a collective
+
+
+_process_sets: dict[tuple[int, ...], Any] = {}  # by their ranks: Horovod has one process set for the same ranks
+
+
+def _process_set(ranks: Iterable[int]) -> Any:
+    """Return the process set of these ranks, and make it at the first call; collective."""
+    key = tuple(ranks)
+    if key not in _process_sets or _process_sets[key].process_set_id is None:
+        _process_sets[key] = hvd.add_process_set(list(key))
+    return _process_sets[key]
 
 
 class Handle(NamedTuple):
@@ -48,6 +61,23 @@ class HorovodTransport:
         self.set = process_set
         self.rank = process_set.rank()
         self.world_size = process_set.size()
+
+    def split(self, nodes: Nodes) -> tuple[HorovodTransport, HorovodTransport, HorovodTransport]:
+        """Return transports to the owners of a node, between nodes, and from the owners of a node; collective.
+
+        Args:
+            nodes: the nodes.
+        """
+        ranks = self.set.ranks
+        # Every rank has to add every process set, in the same order
+        inside = [_process_set(ranks[rank] for rank in nodes.ranks_of_node(node)) for node in range(nodes.num_nodes)]
+        between = [_process_set(ranks[rank] for rank in nodes.counterparts(each)) for each in range(nodes.local_size)]
+        own = inside[nodes.node_of(self.rank)]
+        return (
+            HorovodTransport(f"{self.prefix}.to_owner", own),
+            HorovodTransport(f"{self.prefix}.between", between[nodes.local_rank(self.rank)]),
+            HorovodTransport(f"{self.prefix}.from_owner", own),
+        )
 
     def start(self, name: str, request: Request) -> Handle:
         """Start a collective; return without waiting for it."""
