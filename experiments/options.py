@@ -55,9 +55,9 @@ def emulated_hosts(count: int | None, rate: str | None, ranks: int | None = None
         raise ValueError("emulated hosts need --hosts and the rate of their links, such as --hosts 4 --rate 1gbit")
     if count is None or rate is None:
         return None
-    if ranks not in (None, count):
-        raise ValueError(f"-np {ranks} and --hosts {count}: each host runs one rank, so leave out -np")
-    return Hosts(count, rate)
+    if ranks and ranks % count:
+        raise ValueError(f"-np {ranks} and --hosts {count}: each host must get equally many ranks")
+    return Hosts(count, rate, ranks_per_host=(ranks or count) // count)
 
 
 def methods_of(config: str | None, labels: str | None, *kinds: str) -> Sequence[MethodEntry]:

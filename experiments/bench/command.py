@@ -11,6 +11,7 @@ import typer
 def bench(
     config: Annotated[str, typer.Argument(help="A YAML file, or the name of one in configs/bench.")],
     hosts: Annotated[int | None, typer.Option(min=2, help="Emulated hosts, instead of the file's.")] = None,
+    ranks_per_host: Annotated[int | None, typer.Option(min=1, help="Ranks of each, instead of the file's.")] = None,
     rates: Annotated[
         str | None, typer.Option(help="Rates of their links, with commas: 100mbit,1gbit; loopback: no emulated hosts.")
     ] = None,
@@ -32,7 +33,8 @@ def bench(
     from experiments.report.folders import choose, users_own
 
     given = Bench.open(config_file(config, "bench"))
-    asked = given.override(split(methods), split(sets), hosts=hosts, rates=split(rates), rounds=rounds)
+    changes = {"hosts": hosts, "ranks_per_host": ranks_per_host, "rates": split(rates), "rounds": rounds}
+    asked = given.override(split(methods), split(sets), **changes)
     folder = choose(f"bench-{asked.name}", out, resume)
     with users_own(folder):
         benchmark.prepare(folder, asked, resume)

@@ -24,7 +24,8 @@ __all__ = ["BASELINES", "LOOPBACK", "Bench", "Contender", "Turn"]
 Over = Literal["ring", "mpi", "gloo", "ddp", "mpi4py"]
 #: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1
 BASELINES = tuple(f"{kind} {where}" for where in ("ring", "mpi", "gloo", "ddp") for kind in ("none", "fp16"))
-BASELINES += ("powersgd ddp",)
+NOOP = "noop ddp"  #: DDP without communication: the lower bound
+BASELINES += ("powersgd ddp", NOOP)
 LOOPBACK = "loopback"  #: the rate of a benchmark without emulated hosts
 
 
@@ -118,7 +119,8 @@ class Bench(ConfigFile):
 
     name: str = Field("bench", pattern=NAME)
     hosts: int = Field(4, ge=2, le=64)
-    """Emulated hosts, with one rank each."""
+    """Emulated hosts."""
+    ranks_per_host: int = Field(1, ge=1)
     rates: list[Annotated[str, AfterValidator(_rate)]] = Field(["100mbit", "1gbit"], min_length=1)
     """Of their links; "loopback": no emulated hosts."""
     awake: bool = False

@@ -127,7 +127,7 @@ class OverDDP(OverTorch):
     splits = False
 
     def __init__(self, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+        from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 
         super().__init__(tensors, device)
         aborts = what["kind"] == "powersgd" and device == "cpu"  # over gloo, with two buckets
@@ -139,9 +139,12 @@ class OverDDP(OverTorch):
             from hvdcompress import ddp
 
             self.compressor = ddp.attach(self.module, what["settings"])
+            self.compressor.watch(clock)
             self.ledger = self.compressor.ledger
         elif what["kind"] == "fp16":
             self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif what["kind"] == "noop":
+            self.module.register_comm_hook(None, debugging_hooks.noop_hook)
         elif what["kind"] == "powersgd":
             self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
             self.state.iter = 2  # its first two steps are dense and not what is to be measured

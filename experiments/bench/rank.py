@@ -96,10 +96,14 @@ class Exchanges:
         self.wait()
         self.meet()
         self.clock.spent["blocked"] = 0.0
+        cpu = time.process_time()
         start = time.monotonic()  # one clock for all ranks: their hosts are on one machine
         go()
         self.wait()
-        found = {"start": start, "end": time.monotonic()}
+        found = {"start": start, "end": time.monotonic(), "cpu": time.process_time() - cpu}
+        if contender.compressor:
+            found["codec"] = self.clock.spent["encode"] + self.clock.spent["decode"]
+            found["state"] = contender.compressor.local.num_state_bytes()
         if contender.splits:
             found |= self.clock.spent
         if ledger := contender.ledger:

@@ -5,6 +5,8 @@ The columns of :func:`summarize`; seconds and bytes are of one exchange, bytes o
 - *seconds*, *least*, *most*, *exchanges*: the median of so many exchanges and its range;
 - *speed_up*, *speed_up_least*, *speed_up_most*: seconds of the fastest dense all-reduce in the same set and at the same
   rate over these, and the range of this ratio over the rounds;
+- *over*, *over_least*, *over_most*: seconds beyond those of DDP without communication, median and range over rounds;
+- *cpu*, *codec*, *state*: CPU time, codec time and bytes of state, summed over the ranks of a host;
 - *encode*, *decode*: codec time of a rank's main thread, before and after a tensor's last collective;
 - *wire*, *wait*: of the time in which a rank is blocked in Horovod or MPI, what the link needs for the ledger's bytes
   with their headers, and the rest: latency, Horovod's cycles, other ranks' codecs;
@@ -23,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from experiments.bench.config import LOOPBACK
+from experiments.bench.config import LOOPBACK, NOOP
 from experiments.cluster.rates import HEADERS, Rate
 from experiments.report import numbers, plots, tables
 
@@ -47,9 +49,11 @@ def summarize(turns: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     by = [*PLACE, "contender"]
     groups = times.groupby(by, sort=False)
     seconds = groups["seconds"].agg(seconds="median", least="min", most="max", exchanges="count")
-    means = groups[[c for c in ("interface", "on_wire", "sent", "calls", "dense") if c in times]].mean()
+    columns = ("cpu", "codec", "state", "interface", "on_wire", "sent", "calls", "dense")
+    means = groups[[c for c in columns if c in times]].mean()
     found = groups[["kind"]].first().join(seconds).join(means).reset_index()
-    found = found.join(_speed_ups(found, times.groupby([*by, "round"])["seconds"].median()), on=by)
+    by_round = times.groupby([*by, "round"])["seconds"].median()
+    found = found.join(_speed_ups(found, by_round), on=by).join(_over_noop(by_round.reset_index()), on=by)
     if "blocked" in times:
         shares = groups[["encode", "decode", "blocked"]].sum(min_count=1).div(groups["seconds"].sum(), axis=0)
         found = found.join(_parts(found, shares.reset_index(drop=True)))
@@ -67,6 +71,14 @@ def _speed_ups(found: pd.DataFrame, by_round: pd.Series) -> pd.DataFrame:
     return both[both["round"] == "all"].set_index(by)[["speed_up"]].join(ends)
 
 
+def _over_noop(by_round: pd.DataFrame) -> pd.DataFrame:
+    """Return each contender's seconds beyond those of DDP without communication in the same round."""
+    noop = by_round[by_round["contender"] == NOOP].drop(columns="contender")
+    both = by_round.merge(noop, on=[*PLACE, "round"], suffixes=("", "_noop"))
+    both["over"] = both["seconds"] - both["seconds_noop"]
+    return both.groupby([*PLACE, "contender"])["over"].agg(over="median", over_least="min", over_most="max")
+
+
 def _parts(found: pd.DataFrame, shares: pd.DataFrame) -> pd.DataFrame:
     """Return where the seconds of the median exchange went, by the mean shares of all exchanges."""
     spent = shares.mul(found["seconds"], axis=0)
@@ -79,11 +91,12 @@ def _parts(found: pd.DataFrame, shares: pd.DataFrame) -> pd.DataFrame:
 
 def show(records: pd.DataFrame) -> None:
     """Print a table for each set and rate."""
-    times = dict.fromkeys(("seconds", "least", "most", *PARTS), numbers.seconds_of)
-    sizes = dict.fromkeys(("interface", "on_wire", "sent"), numbers.num_bytes)
+    over = ("over", "over_least", "over_most")
+    times = dict.fromkeys(("seconds", "least", "most", *over, "cpu", "codec", *PARTS), numbers.seconds_of)
+    sizes = dict.fromkeys(("interface", "on_wire", "sent", "state"), numbers.num_bytes)
     counts = dict.fromkeys(("exchanges", "calls"), lambda value: f"{value:.0f}")
     ratios = dict.fromkeys(("speed_up", "speed_up_least", "speed_up_most"), numbers.rate_of)
-    columns = ["contender", "seconds", "least", "most", "exchanges", *ratios, *PARTS, *sizes, "calls"]
+    columns = ["contender", "exchanges", *times, *ratios, *sizes, "calls"]
     for (name, rate), rows in records.groupby(PLACE, sort=False):
         present = [column for column in columns if column in rows and rows[column].notna().any()]
         tables.show(rows[present], f"{name} at {rate}", **times, **sizes, **counts, **ratios)

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments import nets
 from experiments.bench import report
-from experiments.bench.config import LOOPBACK, Bench, Turn
+from experiments.bench.config import LOOPBACK, NOOP, Bench, Turn
 from experiments.bench.ranks import Group, RankError
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.launch import Stopped, stoppable
@@ -64,8 +64,8 @@ def run(bench: Bench, folder: Path) -> int:
         links = {turn["rate"]: f"{turn['link']}; {turn.get('reached', 'no network')}" for turn in turns}
         sets = {one.label: str(one) for one in bench.sets}
         conditions = "others awake, ranks on any core" if bench.awake else "others stopped, ranks pinned"
-        about = {"hosts": bench.hosts, "conditions": conditions, "sets": sets, "links": links}
-        written = results.save(f"bench-{bench.name}", records, folder, **about)
+        about = {"hosts": bench.hosts, "ranks_per_host": bench.ranks_per_host, "conditions": conditions}
+        written = results.save(f"bench-{bench.name}", records, folder, **about, sets=sets, links=links)
         print(f"written: {written}, {plots.save(report.speed_ups(records), written.with_suffix('.svg'))}")
     failed = [turn for turn in turns if "failed" in turn]
     for turn in failed:
@@ -94,21 +94,26 @@ def measure(bench: Bench, folder: Path) -> None:
     missing = [turn for turn in bench.turns() if turn.key not in done]
     for rate in dict.fromkeys(turn.rate for turn in missing):
         with contextlib.ExitStack() as stack:
-            hosts = None if rate == LOOPBACK else stack.enter_context(Hosts(bench.hosts, rate, pin=not bench.awake))
+            hosts = None if rate == LOOPBACK else stack.enter_context(_hosts(bench, rate))
             link = {"link": str(hosts or "shared memory (MPI), loopback TCP")}
             if hosts:
                 link["reached"] = ", ".join(speed(bits) for bits in hosts.measure())
             print(f"{link['link']}: starting ranks", flush=True)
             groups: dict[str, Group] = {}
+            ranks = bench.hosts * bench.ranks_per_host
             for turn in (turn for turn in missing if turn.rate == rate):
                 where = turn.contender.where
                 if where not in groups:
-                    groups[where] = Group(where, bench.hosts, hosts, folder / "log.txt", not bench.awake, bench.device)
+                    groups[where] = Group(where, ranks, hosts, folder / "log.txt", not bench.awake, bench.device)
                     stack.callback(groups[where].stop)
                 line = turn.key | link | _take(turn, bench, groups[where])
                 jsonl.append(folder / TURNS, line)
                 times = ", ".join(f"{one['seconds']:.3g} s" for one in line.get("exchanges", ()))
                 print(f"{turn}: {times or 'failed: ' + line['failed']}", flush=True)
+
+
+def _hosts(bench: Bench, rate: str) -> Hosts:
+    return Hosts(bench.hosts, rate, ranks_per_host=bench.ranks_per_host, pin=not bench.awake)
 
 
 def _take(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
@@ -133,24 +138,27 @@ def _exchanges(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
     while not found or (len(found) < bench.repeats and time.monotonic() < began + bench.seconds):
         found.append(group.ask("measure"))
     after = group.hosts.traffic() if group.hosts else []
-    if len({reply["checksum"] for reply in group.ask("check")}) > 1:
+    if turn.contender.label != NOOP and len({reply["checksum"] for reply in group.ask("check")}) > 1:
         raise RankError("ranks ended with different gradients")
     # After a pause the first one may still be disturbed, sometimes by a second
-    line: dict[str, Any] = {"exchanges": [_together(replies) for replies in found[1:] or found]}
+    line: dict[str, Any] = {"exchanges": [_together(replies, bench.hosts) for replies in found[1:] or found]}
     line["dense"] = 4 * nets.total(given["tensors"])
-    exchanged = len(found) * group.ranks
     for what in ("sent", "on_wire", "calls"):
         if what in found[-1][0]:
-            line[what] = sum(reply[what] for replies in found for reply in replies) / exchanged
+            line[what] = sum(reply[what] for replies in found for reply in replies) / (len(found) * group.ranks)
     if group.hosts:
-        line["interface"] = sum(a.sent - b.sent for a, b in zip(after, before, strict=True)) / exchanged
+        sent = sum(a.sent - b.sent for a, b in zip(after, before, strict=True))
+        line["interface"] = sent / (len(found) * bench.hosts)
     return line
 
 
-def _together(replies: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Combine the ranks' times of one exchange: from the first start to the last end; of the parts, the mean."""
+def _together(replies: Sequence[dict[str, Any]], hosts: int) -> dict[str, float]:
+    """Combine the ranks' figures of one exchange: from the first start to the last end; parts are means over ranks."""
     one = {"seconds": max(r["end"] for r in replies) - min(r["start"] for r in replies)}
     for what in ("encode", "decode", "blocked"):
         if what in replies[0]:
             one[what] = sum(r[what] for r in replies) / len(replies)
+    for what in ("codec", "cpu", "state"):
+        if what in replies[0]:
+            one[what] = sum(r[what] for r in replies) / hosts
     return one

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-CountOption = Annotated[int | None, typer.Option("--hosts", min=2, help="Emulated hosts, one rank each; needs root.")]
+CountOption = Annotated[int | None, typer.Option("--hosts", min=2, help="Emulated hosts for the ranks; needs root.")]
 RateOption = Annotated[str | None, typer.Option(help="Their links: 100mbit, 1gbit, or 10mbit/1gbit to send/receive.")]
 
 

@@ -125,6 +125,7 @@ class Hosts:
         count: how many, from 2 to 64.
         rate: such as "1gbit"; "10mbit/1gbit" sends with the first and receives with the second.
         slow: hosts with another rate, by number.
+        ranks_per_host: how many ranks launchers start on each.
         pin: whether what runs on a host keeps to its share of the processors; otherwise the scheduler decides. Left to
             it, four ranks with two threads each on two processors took now 150 and now 290 ms for the same exchange.
 
@@ -136,6 +137,7 @@ class Hosts:
     count: int
     rate: str
     slow: Mapping[int, str] = field(default_factory=dict)
+    ranks_per_host: int = 1
     pin: bool = True
 
     def __post_init__(self) -> None:
@@ -151,15 +153,16 @@ class Hosts:
 
     @property
     def slots(self) -> str:
-        """One rank a host, as mpirun's and horovodrun's -H take it."""
-        return ",".join(f"{name}:1" for name in self.names)
+        """The ranks of each host, as mpirun's and horovodrun's -H take them."""
+        return ",".join(f"{name}:{self.ranks_per_host}" for name in self.names)
 
     def __str__(self) -> str:
         """Such as "4 emulated hosts, 100 Mbit/s each (network namespaces, tbf)"."""
         usual = Rate.parse(self.rate)
         others = [f"{name} {rate}" for name, rate in zip(self.names, self.rates, strict=True) if rate != usual]
         but = f" but {', '.join(others)}" if others else ""
-        return f"{self.count} emulated hosts, {usual} each{but} (network namespaces, tbf)"
+        ranks = f" with {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
+        return f"{self.count} emulated hosts{ranks}, {usual} each{but} (network namespaces, tbf)"
 
     def __enter__(self) -> Hosts:
         _check()

@@ -117,7 +117,7 @@ def lines(program: Sequence[str], num_ranks: int, driver: Driver, hosts: Hosts |
         num_ranks: how many ranks to start.
         driver: "horovod" (horovodrun over MPI), "gloo" (horovodrun over Gloo), "mpi" (mpirun, which starts Horovod's
             ranks, too, some 7 s faster) or "ddp" (torchrun).
-        hosts: emulated hosts to start them on, one rank each.
+        hosts: emulated hosts to start them on.
 
     Raises:
         LaunchError: the launcher is not installed.
@@ -125,8 +125,14 @@ def lines(program: Sequence[str], num_ranks: int, driver: Driver, hosts: Hosts |
     python = [sys.executable, *program]
     if driver == "ddp" and hosts:  # torchrun's agents would need a rendezvous of their own
         given = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": hosts.names[0], "MASTER_PORT": 29511}
-        words = [f"{key}={value}" for key, value in given.items()]
-        return [hosts.command(name, "env", f"RANK={rank}", *words, *python) for rank, name in enumerate(hosts.names)]
+        given |= {"GROUP_WORLD_SIZE": hosts.count, "LOCAL_WORLD_SIZE": hosts.ranks_per_host}
+        found = []
+        for rank in range(num_ranks):
+            host, local_rank = divmod(rank, hosts.ranks_per_host)
+            own = {**given, "RANK": rank, "GROUP_RANK": host, "LOCAL_RANK": local_rank}
+            words = [f"{key}={value}" for key, value in own.items()]
+            found.append(hosts.command(hosts.names[host], "env", *words, *python))
+        return found
     if driver == "ddp":
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         parts = [sys.executable, *launch, *program]
@@ -200,7 +206,8 @@ class Ranks:
                             stderr=subprocess.STDOUT,
                             env={**os.environ, **environment(num_ranks), **(env or {}), TAG: self.tag},
                             preexec_fn=_ending_with_us(),
-                            start_new_session=True,  # Ctrl-C reaches us alone; we end them in order
+                            # Ctrl-C reaches us alone; we end them in order. No session of their own: see hosts.RUN
+                            process_group=0,
                         )
                     )
             except BaseException:
@@ -265,7 +272,7 @@ def run(
         program: Python's arguments.
         num_ranks: how many ranks to start.
         driver: see :func:`lines`.
-        hosts: emulated hosts to start them on, one rank each.
+        hosts: emulated hosts to start them on.
         timeout: seconds after which the ranks are ended.
         log: the file that gets all output; a temporary one by default.
         poll: is called ten times a second while they run, and once at the end.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.momentum import tasks
@@ -20,14 +19,6 @@ from hvdcompress import ddp
 from hvdcompress._torch.compressor import TensorCompressor
 
 ONE_BUCKET = 1 << 16  #: MB; over gloo, DDP's PowerSGD hook aborts with more than one bucket
-
-
-# DDP checks a hook's annotations, and refuses it where they are strings.
-def noop(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Communication hook: return this rank's own gradient."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 class Trainer:
@@ -98,7 +89,7 @@ class DdpTrainer(Trainer):
         elif baseline == FP16:
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif baseline == NOOP:
-            model.register_comm_hook(None, noop)
+            model.register_comm_hook(None, debugging_hooks.noop_hook)
 
     def close(self) -> None:
         """Free the Compressor's process group when all ranks have come here."""

@@ -74,7 +74,7 @@ def run(
 
     experiment = Experiment.open(config_file(config, "experiments"))
     network = emulated_hosts(hosts, rate, ranks)
-    experiment = experiment.override(hosts or ranks, steps, split(methods), split(tasks))
+    experiment = experiment.override(ranks or hosts, steps, split(methods), split(tasks))
     _train(experiment, driver, network, out, resume)
 
 

@@ -35,6 +35,8 @@ def test_hosts_name_their_links():
         "3 emulated hosts, 1 Gbit/s each but host0 5 Mbit/s, host2 10 Mbit/s up and 100 Mbit/s down "
         "(network namespaces, tbf)"
     )
+    assert str(Hosts(2, "1gbit", ranks_per_host=2)).startswith("2 emulated hosts with 2 ranks, 1 Gbit/s each")
+    assert Hosts(2, "1gbit", ranks_per_host=2).slots == "host0:2,host1:2"
     assert Hosts(3, "1gbit").slots == "host0:1,host1:1,host2:1"
     with pytest.raises(ValueError, match="there is no host4: the last is host3"):
         Hosts(4, "1gbit", {4: "1mbit"})
@@ -48,6 +50,18 @@ def test_the_line_that_launches_on_hosts(monkeypatch):
     (line,) = launch.lines(["x.py"], 3, "horovod", network)
     assert line[:5] == [str(network.bin / "host0"), str(ROOT / "bin" / "horovodrun"), "-np", "3", "--mpi"]
     assert "host0:1,host1:1,host2:1" in line
+
+
+def test_ddp_ranks_know_their_hosts():
+    found = launch.lines(["x.py"], 4, "ddp", Hosts(2, "1gbit", ranks_per_host=2))
+    places = [dict(word.split("=") for word in line if "=" in word) for line in found]
+    assert [Path(line[0]).name for line in found] == ["host0", "host0", "host1", "host1"]
+    assert [(each["RANK"], each["GROUP_RANK"], each["LOCAL_RANK"]) for each in places] == [
+        ("0", "0", "0"), ("1", "0", "1"), ("2", "1", "0"), ("3", "1", "1"),
+    ]  # fmt: skip
+    assert {(each["WORLD_SIZE"], each["GROUP_WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) for each in places} == {
+        ("4", "2", "2")
+    }
 
 
 def test_the_agent_reads_its_words_as_ssh_does(tmp_path):

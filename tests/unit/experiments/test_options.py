@@ -30,7 +30,7 @@ def test_seeds_and_hosts():
     for words, reason in (
         ((None, "1gbit"), "need --hosts and the rate"),
         ((4, None), "need --hosts and the rate"),
-        ((4, "1gbit", 2), "leave out -np"),
+        ((4, "1gbit", 6), "each host must get equally many ranks"),
         ((4, "fast"), "is not a rate"),
     ):
         with pytest.raises(ValueError, match=reason):
