@@ -200,8 +200,12 @@ class ProcessGroupTransport:
         if len(set(recv_lengths)) == 1:
             return ([_all_gather(out, payload, **asynchronous)] if len(out) else []), out
         # gloo's all-gather needs equal lengths, and padding would cost bytes: each rank broadcasts its payload instead
+        is_only_sender = len(payload) == len(out)
+        if is_only_sender:
+            out = payload  # large results of an exchange with two levels are sent like this, so do not copy them
         pieces = list(out.split(recv_lengths))
-        pieces[self.rank].copy_(payload)
+        if not is_only_sender:
+            pieces[self.rank].copy_(payload)
         ranks = dist.get_process_group_ranks(self.group)
         works = [
             dist.broadcast(piece, src, **asynchronous) for src, piece in zip(ranks, pieces, strict=True) if len(piece)
