@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cluster import hosts, rates
+from experiments.cluster import hosts, launch, rates
 from experiments.cluster.hosts import Hosts, Traffic
 from experiments.report import results
 from tests import ROOT, SMALL_EXPERIMENT
@@ -199,6 +199,18 @@ def test_the_rate_limits(truth):
         assert dense["seconds"] >= 0.99 * 8 * dense["sent"] / 100e6
         assert dense["seconds"] < 4 * 8 * dense["sent"] / 100e6, "far slower than the link"
         assert found["scalecom:density=0.05"]["seconds"] < dense["seconds"] / 2
+
+
+@pytest.mark.timeout(120)
+def test_two_levels_save_what_the_interface_sends(nothing_left):
+    needs("torch", "psutil")
+    with Hosts(2, "1gbit", ranks_per_host=2) as network:
+        output = launch.run([str(HERE / "two_levels.py")], 4, "ddp", hosts=network, timeout=100)
+    found = json.loads(output.splitlines()[-1])
+    one, two = found["0"], found["auto"]
+    assert two["interface"] < 0.5 * one["interface"]
+    # The ranks of a host exchange dense gradients with each other, and none of that crosses the link
+    assert (1 + rates.HEADERS) * two["ledger"] < two["interface"] < 1.5 * two["ledger"]
 
 
 def within(seconds, holds):
