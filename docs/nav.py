@@ -9,7 +9,7 @@ NAV: dict[str, list[str]] = {
     "Guides": [
         *(f"guides/{name}" for name in ("ddp", "pytorch", "tensorflow", "keras", "fsdp", "mpi")),
         *(f"guides/{name}" for name in ("lightning", "accelerate", "transformers")),
-        *(f"guides/{name}" for name in ("checkpoints", "speed", "plans", "migrate", "new-method", "new-driver")),
+        *(f"guides/{name}" for name in ("nodes", "checkpoints", "speed", "plans", "migrate", "new-method", "new-driver")),
         "launch",
         "cli",
     ],
