@@ -6,6 +6,7 @@ How gradients arrive and how ranks communicate belongs to the drivers: ``ddp/``,
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -281,6 +282,46 @@ class TensorCompressor(compressor.Compressor):
             plain = {name: text.removesuffix(FROZEN) for name, text in self._terms.tensors.items()}
             tensors = {name: text + FROZEN * (name in frozen) for name, text in plain.items()}
             self._terms = SharedConfig(self._terms.plan, tensors)
+
+    def allreduce(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Average named tensors over all ranks, in place, without a backward pass.
+
+        For programs with a loop of their own, such as :class:`hvdcompress.local_steps.LocalSteps`. Give the Compressor
+        to no optimizer and to no model then. All ranks call it equally often. If any element of any rank is Inf or NaN,
+        all tensors become NaN on all ranks, and the state does not change.
+
+        Args:
+            tensors: one tensor for each parameter that the Compressor was given, by its name, in its shape.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape on this rank; the other ranks raise PeerError.
+            PeerError: a rank failed, or the ranks disagree; on every rank, with the same message.
+            RuntimeError: a step is in progress.
+        """
+        self._refuse_in_step("call allreduce() between steps")
+        began = time.perf_counter()
+        with torch.no_grad():
+            self._run_step(lambda step: self._add_named(step, tensors))
+        self.local.note_step(began, time.perf_counter())
+
+    def _run_step(self, add: Callable[[Step], None]) -> None:
+        """Run one step of the engine, outside of a backward pass.
+
+        Args:
+            add: function that adds all gradients to the step.
+        """
+        raise NotImplementedError(f"allreduce() is not available under {self.driver}")
+
+    def _add_named(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add all tensors of :meth:`allreduce`, bucket by bucket."""
+        if tensors.keys() != self.parameters.keys():
+            different = log.first_names(sorted(tensors.keys() ^ self.parameters.keys()))
+            raise ValueError(f"allreduce() needs one tensor for each parameter of the Compressor; check {different}")
+        for bucket in self.buckets.values():
+            members = [tensors[member.name] for member in bucket.members]
+            vectors = [self.framework.vector(step, bucket, tensor) for tensor in members]
+            with step.batch():
+                step.add(bucket, range(len(vectors)), vectors)
 
     # -- the optimizer --------------------------------------------------------------------------------------
 
