@@ -191,6 +191,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         self.model_parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
+        self._step: Step | None = None  # the step of allreduce()
         number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
         self.prefix = f"hvdcompress.set{process_set.process_set_id}.compressor{number}"
         self._probe = torch.tensor(
@@ -200,7 +201,6 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         self._last_order: list[str] = []  # order of the gradients in the last step, as a guess for the next one
         self._plans_compared = False  # True after the first step, in which the ranks compare their plans
         self._hooked_parameters: set[int] = set()  # ids of the parameters that Horovod has hooked for this Compressor
-        self._step: Step | None = None  # the step of allreduce()
         self._failure: PeerError | None = None  # raised again by every later call
         if not _hook_handles:
             _hook_handles.append(register_optimizer_step_pre_hook(_before_step))
