@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from experiments import nets
-from experiments.cluster.rates import Rate
+from experiments.cluster.rates import bits_of
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
 from experiments.report.numbers import number
 from experiments.training import gradients as saved
@@ -36,7 +36,7 @@ def _known(baseline: str) -> str:
 
 def _rate(text: str) -> str:
     if text != LOOPBACK:
-        Rate.parse(text)
+        bits_of(text)
     return text
 
 

@@ -127,12 +127,12 @@ def _take(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
 def _exchanges(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
     given = {**turn.set.model_dump(), "tensors": turn.set.tensors()}
     group.ask("prepare", set=given, contender=turn.contender.spec)
-    before = group.hosts.traffic() if group.hosts else []
+    before = group.hosts.sent() if group.hosts else []
     found: list[list[dict[str, Any]]] = []
     began = time.monotonic()
     while not found or (len(found) < bench.repeats and time.monotonic() < began + bench.seconds):
         found.append(group.ask("measure"))
-    after = group.hosts.traffic() if group.hosts else []
+    after = group.hosts.sent() if group.hosts else []
     if len({reply["checksum"] for reply in group.ask("check")}) > 1:
         raise RankError("ranks ended with different gradients")
     # After a pause the first one may still be disturbed, sometimes by a second
@@ -143,7 +143,7 @@ def _exchanges(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
         if what in found[-1][0]:
             line[what] = sum(reply[what] for replies in found for reply in replies) / exchanged
     if group.hosts:
-        line["interface"] = sum(a.sent - b.sent for a, b in zip(after, before, strict=True)) / exchanged
+        line["interface"] = (sum(after) - sum(before)) / exchanged
     return line
 
 

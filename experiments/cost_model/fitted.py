@@ -21,7 +21,7 @@ from experiments.bench.config import LOOPBACK, Bench
 from experiments.bench.lockstep import PARTS, time_steps
 from experiments.bench.report import summarize
 from experiments.bench.run import read
-from experiments.cluster.rates import Rate
+from experiments.cluster.rates import bits_of
 from experiments.cost_model import model
 from experiments.cost_model.imagined import requests
 from experiments.cost_model.model import Codec, Driver
@@ -173,7 +173,7 @@ def _exchanges(folder: Path, fitted: Fitted) -> pd.DataFrame:
         else:
             plan = load(contender.spec["settings"])
             work = model.work(plan, shapes, bench.hosts, fitted.codec, fitted.driver)
-        place = {"label": row["contender"], "set": row["set"], "rate": Rate.parse(row["rate"]).slower}
+        place = {"label": row["contender"], "set": row["set"], "rate": bits_of(row["rate"])}
         points.append({**place, "shared": sharing(bench.hosts), "seconds": row["seconds"], **work._asdict()})
     return pd.DataFrame(points)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.rates import Rate
+from experiments.cluster.rates import bits_of
 from experiments.cost_model import model
 from experiments.cost_model.fitted import sharing
 from experiments.cost_model.imagined import Request
@@ -66,7 +66,7 @@ def measure(rate: str) -> list[dict[str, Any]]:
     """
     with Hosts(HOSTS, rate) as hosts:
         printed = launch.run(["-m", MODULE, "rank"], HOSTS, "mpi", hosts=hosts)
-    place = {"set": "mpi", "rate": Rate.parse(rate).slower, "shared": sharing(HOSTS)}
+    place = {"set": "mpi", "rate": bits_of(rate), "shared": sharing(HOSTS)}
     records = []
     for collective, size, seconds in (json.loads(line) for line in printed.splitlines() if line.startswith("[")):
         one = Request.of(collective, "float32", size, HOSTS)

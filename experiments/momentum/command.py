@@ -61,17 +61,3 @@ def report(
     if publish:
         every = pd.concat([results.load("momentum"), frame]).drop(columns="key", errors="ignore")
         results.save("momentum", every.drop_duplicates([*GROUP, "contender", "seed"], keep="last"))
-
-
-@app.command()
-def cost(
-    methods: Annotated[
-        str, typer.Option(help="Methods, with commas.")
-    ] = "topk,scalecom_48x,gaussiank,powersgd_r1,powersgd_r4,signsgd",
-    ranks: Annotated[int, typer.Option(min=1, help="Simulated ranks.")] = 2,
-) -> None:
-    """Measure what adapting costs: seconds of handing results over, in copies of the gradient, and memory."""
-    from experiments.momentum.cost import measure
-    from experiments.report import tables
-
-    tables.show(measure(methods.split(","), ranks).round(2))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.cluster.rates import HEADERS, Rate
+from experiments.cluster.rates import HEADERS, bits_of, speed
 from experiments.report import jsonl, numbers, plots, results, statistics, tables
 from experiments.training.experiment import Experiment
 from experiments.training.tasks import TASKS
@@ -67,7 +67,7 @@ def records(folders: Sequence[Path]) -> pd.DataFrame:
 
 def predicted(computing: float, codec: float, wire_bytes: float, link: str) -> float:
     """Return the seconds of a step over a link: computing, codec, and the bytes on the wire with their headers."""
-    return computing + codec + 8 * (1 + HEADERS) * wire_bytes / Rate.parse(link).slower
+    return computing + codec + 8 * (1 + HEADERS) * wire_bytes / bits_of(link)
 
 
 def table(frame: pd.DataFrame, task: str) -> str:
@@ -97,7 +97,7 @@ def table(frame: pd.DataFrame, task: str) -> str:
             row["against dense"] = f"{gap['mean']:+.{digits}f}{spread}".replace("-", "−")
         row["step, measured"] = ended["step_s"].mean()
         for link in LINKS:
-            title = f"predicted, {Rate.parse(link)}"
+            title = f"predicted, {speed(bits_of(link))}"
             row[title] = predicted(computing, ended["codec_s"].mean(), ended["wire_bytes"].mean(), link)
             formats[title] = numbers.seconds_of
         rows.append(row)
@@ -141,5 +141,5 @@ def _error() -> str:
     """Return how far predictions were from measured steps, by link."""
     found = results.load("training-predicted")
     worst = (1 - found["predicted_s"] / found["measured_s"]).groupby(found["rate"]).max()
-    first, second, last = (f"{worst[link]:.0%} at {Rate.parse(link)}" for link in LINKS)
+    first, second, last = (f"{worst[link]:.0%} at {speed(bits_of(link))}" for link in LINKS)
     return f"Predictions of uncompressed and fp16 steps of four nets were up to {first}, {second} and {last} too low."

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cluster import hosts, rates
-from experiments.cluster.hosts import Hosts, Traffic
+from experiments.cluster.hosts import Hosts
 from experiments.report import results
 from tests import ROOT, SMALL_EXPERIMENT
 from tests.installed import needs, python_path, without_tensorflow
@@ -54,7 +54,7 @@ def on(network, host, *words):
 
 
 def test_a_command_on_hosts(nothing_left):
-    line = [ROOT / "launch" / "hosts.sh", "--hosts", "3", "--rate", "100mbit", "--slow", "2=10mbit/20mbit", "--"]
+    line = [ROOT / "launch" / "hosts.sh", "--hosts", "3", "--rate", "100mbit", "--"]
     code = "hostname; ssh host2 hostname; cat /etc/hosts; exit 3"
     done = subprocess.run([*line, "bash", "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 3 and done.stdout.startswith("host0\nhost2\n127.0.0.1 localhost\n"), done
@@ -63,7 +63,7 @@ def test_a_command_on_hosts(nothing_left):
 
 def test_two_users_do_not_meet(nothing_left):
     with Hosts(2, "100mbit") as one, Hosts(3, "10mbit") as other:
-        assert len(one.traffic()) == 2 and len(other.traffic()) == 3
+        assert len(one.sent()) == 2 and len(other.sent()) == 3
         assert on(one, "host1", "cat", "/etc/hosts").count("host") == 3  # localhost, host0, host1
 
 
@@ -140,14 +140,11 @@ def test_what_a_killed_holder_leaves_is_swept(nothing_left):
 
 
 def test_links_have_their_rates(nothing_left):
-    with Hosts(3, "50mbit", {2: "10mbit/20mbit"}) as network:
-        to0, to1, to2 = network.measure(4.0)  # TCP takes its time to find a rate
-        traffic = network.traffic()
-    assert 0.6 * 50e6 < to1 < 50e6
-    assert 0.5 * 20e6 < to2 < 20e6, "what host2 receives"
-    assert 0.5 * 10e6 < to0 < 10e6, "what host2 sends"
-    assert all(isinstance(each, Traffic) and each.sent > 1e6 for each in traffic)
-    assert traffic[2].sent < 0.8 * traffic[2].received
+    with Hosts(3, "50mbit") as network:
+        reached = network.measure(4.0)  # TCP takes its time to find a rate
+        sent = network.sent()
+    assert all(0.6 * 50e6 < bits < 50e6 for bits in reached)
+    assert min(sent) > 0.9 * 4 * 0.6 * 50e6 / 8
 
 
 METHODS = ["none", "topk:density=0.05", "scalecom:density=0.05", "qsgd"]

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments import nets
-from experiments.cluster.rates import Rate
+from experiments.cluster.rates import bits_of
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
@@ -265,6 +265,6 @@ def predict(rows: pd.DataFrame, fitted: Fitted, rate: str, faster: float) -> pd.
         seconds = (row.seconds + (WORLD - measures.FEW) * row.further) / faster
         work = model.work(load(EXCHANGED[row.method]), shapes, WORLD)._replace(codec=seconds)
         works.append({"method": row.method, "seed": row.seed, **work._asdict()})
-    frame = pd.DataFrame(works).assign(shared=1.0, rate=Rate.parse(rate).slower)
+    frame = pd.DataFrame(works).assign(shared=1.0, rate=bits_of(rate))
     seconds = model.costs(fitted.constants, frame).sum(axis=1)
     return frame[["method", "seed"]].assign(seconds=seconds, link=LINKS[rate])
