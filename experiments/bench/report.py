@@ -27,8 +27,6 @@ from experiments.bench.config import LOOPBACK
 from experiments.cluster.rates import HEADERS, bits_of
 from experiments.report import numbers, plots, tables
 
-__all__ = ["show", "speed_ups", "summarize"]
-
 PLACE = ["set", "rate"]
 PARTS = ("encode", "wire", "wait", "decode", "other")
 

@@ -25,9 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.cluster.rates import bits_of, speed
-
-__all__ = ["STATES", "Hosts", "HostsError", "problem"]
+from experiments.cluster.rates import bits_of, title
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STATES = Path("/var/lib/hvdcompress")  #: a folder of programs for each set of hosts; /run may be mounted noexec
@@ -144,7 +142,7 @@ class Hosts:
 
     def __str__(self) -> str:
         """Such as "4 emulated hosts, 100 Mbit/s each (network namespaces, tbf)"."""
-        return f"{self.count} emulated hosts, {speed(self.bits)} each (network namespaces, tbf)"
+        return f"{self.count} emulated hosts, {title(self.rate)} each (network namespaces, tbf)"
 
     def __enter__(self) -> Hosts:
         _check()
@@ -230,26 +228,6 @@ class Hosts:
             HostsError: they are not up.
         """
         return [_sent("-n", f"hvdc-{self.id}-{name}", "qdisc", "show", "dev", "eth0") for name in self.names]
-
-    def measure(self, seconds: float = 2.0) -> list[float]:
-        """Return what each host receives while all send to their successors, in bits of TCP payload per second.
-
-        Where that is less than 0.9 of a rate, this machine's processors are the limit and not the link.
-
-        Raises:
-            HostsError: a host did not answer.
-        """
-        stream = (sys.executable, Path(__file__).with_name("stream.py"), str(self.count), str(seconds))
-        pipe = subprocess.PIPE
-        running = [subprocess.Popen(self.command(name, *stream), stdout=pipe, stderr=pipe) for name in self.names]
-        try:
-            return [float(process.communicate(timeout=seconds + 30)[0]) for process in running]
-        except (ValueError, subprocess.TimeoutExpired) as error:
-            raise HostsError(f"the hosts' links could not be measured: {error}") from None
-        finally:
-            for process in running:
-                process.kill()
-                process.communicate()
 
 
 def _frames_at_once(bits: int) -> int:

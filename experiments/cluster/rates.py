@@ -40,11 +40,12 @@ def ring(ranks: int) -> dict[str, str]:
     return RING | ({"OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1"} if ranks > 2 else {})
 
 
-def speed(bits: float) -> str:
-    """Bits per second for a reader.
+def title(rate: str) -> str:
+    """Return a rate for a reader.
 
-    >>> speed(100_000_000), speed(2.5e9), speed(94_123_456)
-    ('100 Mbit/s', '2.5 Gbit/s', '94.1 Mbit/s')
+    >>> title("100mbit"), title("2.5gbit")
+    ('100 Mbit/s', '2.5 Gbit/s')
     """
+    bits = bits_of(rate)
     factor, unit = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s") if bits >= 1e6 else (1e3, "kbit/s")
     return f"{bits / factor:.3g} {unit}"

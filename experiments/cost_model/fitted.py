@@ -29,8 +29,6 @@ from experiments.report import results
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Program, load, plan_of
 
-__all__ = ["Fitted", "fit", "fit_constants", "name_of", "time_codec"]
-
 Vector = np.ndarray[Any, Any]
 SIZES = (  # tensors that codecs are timed on, of three sizes: the first that a method suits
     ((4096,), (64, 64), (16, 16, 3, 3)),
@@ -171,7 +169,7 @@ def _exchanges(folder: Path, fitted: Fitted) -> pd.DataFrame:
         if contender.kind == "dense":
             work = model.stock(shapes, bench.hosts)
         else:
-            plan = load(contender.spec["settings"])
+            plan = load(contender.spec["how"])
             work = model.work(plan, shapes, bench.hosts, fitted.codec, fitted.driver)
         place = {"label": row["contender"], "set": row["set"], "rate": bits_of(row["rate"])}
         points.append({**place, "shared": sharing(bench.hosts), "seconds": row["seconds"], **work._asdict()})

@@ -18,8 +18,6 @@ from experiments.cost_model.fitted import Fitted
 from experiments.report import numbers, plots, tables
 from hvdcompress.plan import plan_of
 
-__all__ = ["draw", "errors", "notes", "predict", "table"]
-
 DENSE = "dense"  #: stock Horovod's all-reduce, or ``none`` over mpi4py
 
 

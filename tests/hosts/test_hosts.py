@@ -141,7 +141,10 @@ def test_what_a_killed_holder_leaves_is_swept(nothing_left):
 
 def test_links_have_their_rates(nothing_left):
     with Hosts(3, "50mbit") as network:
-        reached = network.measure(4.0)  # TCP takes its time to find a rate
+        stream = (sys.executable, HERE / "stream.py", 3, 4.0)  # TCP takes its time to find a rate
+        lines = [network.command(name, *map(str, stream)) for name in network.names]
+        running = [subprocess.Popen(line, stdout=subprocess.PIPE) for line in lines]
+        reached = [float(process.communicate(timeout=60)[0]) for process in running]
         sent = network.sent()
     assert all(0.6 * 50e6 < bits < 50e6 for bits in reached)
     assert min(sent) > 0.9 * 4 * 0.6 * 50e6 / 8
@@ -256,7 +259,7 @@ def test_a_run_on_hosts(nothing_left, config, driver):
     assert run.returncode == 0, output
     assert "2 emulated hosts, 100 Mbit/s each (network namespaces, tbf)" in output
     records = results.load("records", config.parent / "out").set_index("method")
-    assert set(records["link"]) == {str(Hosts(2, "100mbit"))} and len(records["reached"].iloc[0]) == 2
+    assert set(records["link"]) == {str(Hosts(2, "100mbit"))}
     dense = records.loc["none"]
     assert dense["step_s"] > 0.7 * 8 * dense["wire_bytes"] / 100e6  # the link's speed shows; half may be in flight
 

@@ -37,10 +37,10 @@ def test_hosts_name_their_links():
 
 
 def test_the_line_that_launches_on_hosts(monkeypatch):
-    monkeypatch.setattr(launch, "_launcher", lambda driver: str(ROOT / "bin" / "horovodrun"))
+    monkeypatch.setattr(launch, "_launcher", lambda name: str(ROOT / "bin" / name))
     network = Hosts(3, "1gbit")
-    (line,) = launch.lines(["x.py"], 3, "horovod", network)
-    assert line[:5] == [str(network.bin / "host0"), str(ROOT / "bin" / "horovodrun"), "-np", "3", "--mpi"]
+    (line,) = launch.lines(["x.py"], 3, "gloo", network)
+    assert line[:5] == [str(network.bin / "host0"), str(ROOT / "bin" / "horovodrun"), "-np", "3", "--gloo"]
     assert "host0:1,host1:1,host2:1" in line
 
 
