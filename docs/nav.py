@@ -14,7 +14,7 @@ NAV: dict[str, list[str]] = {
         "cli",
     ],
     "Methods": ["methods", "momentum"],
-    "Evidence": ["results", "momentum-results", "bench", "scale", "papers/README", "reliability"],
+    "Evidence": ["results", "momentum-results", "bench", "one-exchange", "scale", "papers/README", "reliability"],
     "Reference": ["reference", "sharp-bits", "drivers", "backends", "architecture", "decisions", "changelog"],
 }
 #: page -> patterns of the pages below it

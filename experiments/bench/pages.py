@@ -1,4 +1,4 @@
-"""What ``docs/build.py`` gives to the template of the page on benchmarks."""
+"""What ``docs/build.py`` gives to the templates of the pages on benchmarks and on one exchange."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from experiments.bench.report import speed_ups
 from experiments.report import results
 from experiments.report.numbers import num_bytes, number, percent, rate_of, seconds_of
 
-__all__ = ["context"]
+__all__ = ["context", "one_exchange"]
 
 BENCHES = ("resnet50", "ddp_hooks", "ddp_cuda", "awake", "resnet32", "gpt2", "alexnet", "vgg16_conv", "saved")
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
@@ -58,9 +58,12 @@ def context(page: str) -> dict[str, Any]:
         "hooks": _by_rate(frames["ddp_hooks"], HOOKS),
         "gpu": _by_rate(frames["ddp_cuda"], HOOKS),
         "to_loss": _to_loss(),
-        "codec": _codec(),
-        "exchange": _exchange(),
     }
+
+
+def one_exchange(page: str) -> dict[str, Any]:
+    """Return the tables of ``docs/templates/one-exchange.md``."""
+    return {"codec": _codec(), "exchange": _exchange()}
 
 
 def _wide(cells: pd.Series, index: pd.Series, columns: pd.Series) -> pd.DataFrame:
