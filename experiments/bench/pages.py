@@ -1,4 +1,4 @@
-"""What ``docs/build.py`` gives to the template of the page on benchmarks."""
+"""What ``docs/build.py`` gives to the templates of the pages on benchmarks and on one exchange."""
 
 from __future__ import annotations
 
@@ -56,9 +56,12 @@ def context(page: str) -> dict[str, Any]:
         "hooks": _by_rate(frames["ddp_hooks"], HOOKS),
         "gpu": _by_rate(frames["ddp_cuda"], HOOKS),
         "to_loss": _to_loss(),
-        "codec": _codec(),
-        "exchange": _exchange(),
     }
+
+
+def one_exchange(page: str) -> dict[str, Any]:
+    """Return the tables of ``docs/templates/one-exchange.md``."""
+    return {"codec": _codec(), "exchange": _exchange()}
 
 
 def _wide(cells: pd.Series, index: pd.Series, columns: pd.Series) -> pd.DataFrame:

@@ -11,8 +11,10 @@ Each paper is a folder with a ``claims.py``, whose ``PAPER`` lists its claims. T
    share its results.
 3. Decorate the function that judges with ``@PAPER.claim("G6", text, units)``. It gets the records of all units as a
    data frame, with labels and seeds as columns, and returns a :class:`~experiments.papers.claims.Verdict`.
-   ``claims.judge`` makes the outcome from whether the rule is met, per condition and seed.
-4. Describe the test and the rule in ``docs/templates/papers/PAPER.md``.
+   ``claims.judge`` makes the outcome from whether the rule is met, per condition and seed. ``figure`` is its plot, if
+   there is one: a figure of ``experiments.report.plots``, such as ``plots.lines(…)``.
+4. Measure it: ``python -m experiments reproduce PAPER --claims G6 --quick`` prints the verdict and saves the plot.
+5. Describe the test and the rule in ``docs/templates/papers/PAPER.md``.
 
 A new paper is also named in ``page.PAPERS``. ``gaussiank`` is the example to copy.
 

@@ -141,6 +141,7 @@ class TensorCompressor(compressor.Compressor):
         self._refuse_two_drivers()
         myself = weakref.ref(self)  # a strong reference would be a cycle, and delay freeing the residuals
         self.framework = TorchFramework(ops == "torch", lambda: _all_parameters(myself()))
+        self.local.copy = lambda parts: _concatenated(parts, myself())
         specs = self._group({})
         methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
         self._adapts = any(map(momentum.adapts, methods))
@@ -227,17 +228,11 @@ class TensorCompressor(compressor.Compressor):
         """
         snapshot.check(saved)
         ages = snapshot.ages(saved["steps"], saved["restarts"])
-        any_parameter = next(iter(self.parameters.values()), torch.zeros(0))
-
-        def copy(parts: list[Any]) -> Any:
-            joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(any_parameter.device)
-            return self.framework.flat(joined)
-
         before = (self.buckets, self._bucket_and_index, self.local.placement)
         self.local.adopt_owners(saved)
         self._group(ages)
         try:
-            self.local.load_state_dict(saved, copy, self._buckets())
+            self.local.load_state_dict(saved, self._buckets())
         except ValueError:
             self.buckets, self._bucket_and_index, self.local.placement = before
             raise
@@ -380,6 +375,13 @@ class TensorCompressor(compressor.Compressor):
     def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
         """Return the parameters that make up each exchanged tensor, by tensor name; under FSDP there are several."""
         return {name: [parameter] for name, parameter in self.parameters.items()}
+
+
+def _concatenated(parts: Sequence[Any], compressor: TensorCompressor | None) -> Any:
+    """Concatenate arrays of any library and device into a new vector, as ``framework.flat`` returns for a parameter."""
+    assert compressor is not None  # it owns the RankState that calls this function
+    device = next(iter(compressor.parameters.values()), torch.zeros(0)).device
+    return compressor.framework.flat(torch.cat([torch.as_tensor(part).reshape(-1).to(device) for part in parts]))
 
 
 def _all_parameters(compressor: TensorCompressor | None) -> Mapping[str, torch.nn.Parameter]:
