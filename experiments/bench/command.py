@@ -30,16 +30,14 @@ def bench(
     from experiments.bench import run as benchmark
     from experiments.bench.config import Bench
     from experiments.options import config_file, split
-    from experiments.report.folders import choose, users_own
+    from experiments.report.folders import choose
 
     given = Bench.open(config_file(config, "bench"))
     changes = {"hosts": hosts, "ranks_per_host": ranks_per_host, "rates": split(rates), "rounds": rounds}
     asked = given.override(split(methods), split(sets), **changes)
     folder = choose(f"bench-{asked.name}", out, resume)
-    with users_own(folder):
-        benchmark.prepare(folder, asked, resume)
-        code = benchmark.run(asked, folder)
-    raise typer.Exit(code)
+    benchmark.prepare(folder, asked, resume)
+    raise typer.Exit(benchmark.run(asked, folder))
 
 
 def codec(

@@ -38,8 +38,6 @@ from hvdcompress.engine.agreement import Status
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import BY_NAME, IN_ORDER, Plan
 
-__all__ = ["CONSTANTS", "Codec", "Driver", "Work", "costs", "features", "stock", "work", "work_of"]
-
 Driver = Literal["horovod", "mpi4py"]  #: whose exchange it is: PyTorch's under Horovod, or MPI's
 GROUPINGS = {"horovod": BY_NAME, "mpi4py": IN_ORDER}  #: which tensors travel together
 STATUSES = {"horovod": 1, "mpi4py": 2}  #: before waiting; or before the first collective and after the last

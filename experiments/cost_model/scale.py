@@ -11,14 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from experiments import nets
-from experiments.cluster.rates import Rate
+from experiments.cluster.rates import bits_of
 from experiments.configfile import MethodEntry
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.report import numbers, plots, tables
 from hvdcompress.plan import plan_of
-
-__all__ = ["draw", "errors", "notes", "predict", "table"]
 
 DENSE = "dense"  #: stock Horovod's all-reduce, or ``none`` over mpi4py
 
@@ -54,7 +52,7 @@ def predict(
         works += [{"method": label, **work._asdict()} for label, work in found.items()]
     frames = []
     for rate in rates:
-        points = pd.DataFrame(works).assign(rate=Rate.parse(rate).slower, shared=1.0)
+        points = pd.DataFrame(works).assign(rate=bits_of(rate), shared=1.0)
         parts = model.costs(fitted.constants, points)
         head = points[["method", "world_size", "on_wire"]].rename(columns={"world_size": "workers"})
         frames.append(head.assign(rate=rate, seconds=parts.sum(axis=1)).join(parts))
@@ -106,7 +104,7 @@ def notes(fitted: Fitted, rates: Sequence[str]) -> list[str]:
         "has a core like that of the fit and a link for itself.",
         f"Beyond {most} workers nothing was measured: those figures extrapolate the formulas.",
     ]
-    if beyond := [rate for rate in rates if not measured.min() <= Rate.parse(rate).slower <= measured.max()]:
+    if beyond := [rate for rate in rates if not measured.min() <= bits_of(rate) <= measured.max()]:
         said.append(
             f"{', '.join(beyond)}: beyond the fit, whose links had {measured.min() / 1e6:g} to "
             f"{measured.max() / 1e6:g} Mbit/s. Real times can be several times longer, as other limits than the link "
