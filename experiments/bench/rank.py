@@ -14,6 +14,7 @@ as a part would be in a training.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -66,6 +67,8 @@ class Exchanges:
             self.contender.forget()
             self.contender = None
             gc.collect()  # Horovod's hooks and their optimizers hold each other
+            if sys.platform == "linux":  # else a rank of many contenders grows to gigabytes, most of them free
+                ctypes.CDLL(None).malloc_trim(0)
         if self.set != set:
             self.set, self.steps = set, self._gradients(set)
         self.contender = self.make(set["tensors"], contender, self.clock, self.device)
