@@ -57,6 +57,7 @@ AREAS: dict[str, str] = {
     "momentum-results": "pages:momentum_results",
     "results": "pages:results_page",
     "bench": "experiments.bench.pages:context",
+    "guides/nodes": "experiments.bench.pages:nodes",
     "one-exchange": "experiments.bench.pages:one_exchange",
     "scale": "experiments.cost_model.pages:context",
     "reliability": "pages:reliability",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
@@ -31,6 +32,7 @@ PEERS = {
     "the same, and back to float32": "PyTorch's conversions",
     "torch.fft: rfft and irfft": "the FFTs alone, PyTorch",
 }
+LEVELS = ["topk 1 %", "topk 1 % in 4 bits", "scalecom 48x", "qsgd 4 bits", "powersgd rank 1", "fp16"]
 EXCHANGES = ["qsgd 4 bits", "signsgd", "powersgd rank 4", "topk density=0.01", "topk qsgd4", "fft density=0.15"]
 
 
@@ -62,6 +64,30 @@ def context(page: str) -> dict[str, Any]:
 def one_exchange(page: str) -> dict[str, Any]:
     """Return the tables of ``docs/templates/one-exchange.md``."""
     return {"codec": _codec(), "exchange": _exchange()}
+
+
+def nodes(page: str) -> dict[str, Any]:
+    """Return the table of ``docs/templates/guides/nodes.md``, and a function of the state for ResNet-50."""
+    rows = results.load("bench-nodes-4-hosts").set_index("contender")
+    slow = rows[rows["rate"] == "100mbit"]
+    fast = rows[rows["rate"] == "1gbit"]
+    resnet = results.load("bench-nodes-resnet50").set_index("contender")
+    table = {
+        "": LEVELS,
+        "sent": _levels(fast, "interface", num_bytes),
+        "added to a step, 1 Gbit/s": _levels(fast, "over", seconds_of),
+        "added, 100 Mbit/s": _levels(slow, "over", seconds_of),
+        "CPU time": _levels(fast, "cpu", seconds_of),
+        "codec": _levels(fast, "codec", seconds_of),
+        "state": _levels(fast, "state", num_bytes),
+    }
+    return {"levels": pd.DataFrame(table), "resnet50": lambda name: _levels(resnet, "state", num_bytes, [name])[0]}
+
+
+def _levels(rows: pd.DataFrame, column: str, shown: Callable[[float], str], names: list[str] = LEVELS) -> list[str]:
+    """Return a figure of each method with one level and with two."""
+    figures = rows[column].map(shown)
+    return [f"{figures[name]} → {figures[f'two-level {name}']}" for name in names]
 
 
 def _wide(cells: pd.Series, index: pd.Series, columns: pd.Series) -> pd.DataFrame:
