@@ -26,7 +26,6 @@ import torch
 
 from experiments.attach import DENSE
 from experiments.momentum import study as every_step
-from experiments.momentum.tasks import TASKS
 from experiments.training import loop, models_torch
 from experiments.training.experiment import Task
 from experiments.training.tasks import data_of, net_of
