@@ -57,6 +57,7 @@ AREAS: dict[str, str] = {
     "momentum-results": "pages:momentum_results",
     "results": "pages:results_page",
     "bench": "experiments.bench.pages:context",
+    "one-exchange": "experiments.bench.pages:one_exchange",
     "scale": "experiments.cost_model.pages:context",
     "reliability": "pages:reliability",
     **{f"papers/{name}": "experiments.papers.page:context" for name in ("README", *PAPERS)},

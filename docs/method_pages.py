@@ -8,36 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-import typing
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import annotated_types
 import jinja2
 import yaml
-from pydantic.fields import FieldInfo
 
 import hvdcompress
-from hvdcompress.method import Method, TensorSpec, Values
-from hvdcompress.registry import classes, docstring, field_docs
+from hvdcompress import registry
+from hvdcompress.method import Method, TensorSpec
+from hvdcompress.registry import Option, classes, docstring
 
 DOCS = Path(__file__).resolve().parent
 FOLDER = DOCS / "methods"
 RESULTS = DOCS.parent / "experiments" / "results"
 SECTIONS = ("What is sent", "Bytes", "State", "When it loses", "Departures from")
-SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 CONV, RANKS = TensorSpec("conv", (256, 256, 3, 3)), 4  #: the example of a page: 0.59 million values among 4 ranks
-
-
-class Option(NamedTuple):
-    """A hyper-parameter."""
-
-    name: str
-    default: str
-    legal: str
-    what: str
 
 
 def write() -> None:
@@ -120,35 +108,11 @@ def markdown(text: str) -> str:
 
 
 def options(cls: type[Method]) -> Iterator[Option]:
-    """Yield the hyper-parameters: the method's own first."""
-    hints, comments = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
-    shared = {field.name for field in fields(Method)}
-    for field in sorted(fields(cls), key=lambda field: field.name in shared):
-        what = re.sub(r"``(.+?)``", r"`\1`", comments.get(field.name, "")).replace("|", "\\|")
-        yield Option(field.name, yaml.safe_dump(field.default).split("\n")[0], legal(hints[field.name]), what)
-
-
-def legal(hint: Any) -> str:
-    """Return the legal values of a hyper-parameter, from its type."""
-    if hint == Values:
-        return "`fp32`, `fp16`, `bf16`, `qsgd2` … `qsgd8`, `rangefloat4` … `rangefloat16`, also as `rangefloat10m6`"
-    arguments = typing.get_args(hint)
-    if type(None) in arguments:
-        (rest,) = (one for one in arguments if one is not type(None))
-        return f"`null`; {legal(rest)}"
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(f"`{one}`" for one in arguments)
-    if hasattr(hint, "__metadata__"):
-        bounds = [bound for one in hint.__metadata__ if isinstance(one, FieldInfo) for bound in one.metadata]
-        return ", ".join([legal(hint.__origin__), *(text for bound in bounds for text in bound_texts(bound))])
-    return {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}.get(hint, str(hint))
-
-
-def bound_texts(bound: annotated_types.BaseMetadata) -> Iterator[str]:
-    """Yield ``> 0`` and the like."""
-    for name, sign in SIGNS.items():
-        if hasattr(bound, name):
-            yield f"{sign} {getattr(bound, name):g}"
+    """Yield the hyper-parameters as cells of a Markdown table."""
+    for one in registry.options(cls):
+        about = re.sub(r"``(.+?)``", r"`\1`", one.about)
+        cells = one._replace(default=yaml.safe_dump(one.default).split("\n")[0], about=about)
+        yield Option(*(cell.replace("|", "\\|") for cell in cells))
 
 
 def measured(id: str) -> list[dict[str, Any]]:

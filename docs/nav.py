@@ -9,12 +9,15 @@ NAV: dict[str, list[str]] = {
     "Guides": [
         *(f"guides/{name}" for name in ("ddp", "pytorch", "tensorflow", "keras", "fsdp", "mpi")),
         *(f"guides/{name}" for name in ("lightning", "accelerate", "transformers")),
-        *(f"guides/{name}" for name in ("checkpoints", "speed", "plans", "migrate", "new-method", "new-driver")),
+        *(
+            f"guides/{name}"
+            for name in ("nodes", "checkpoints", "speed", "plans", "migrate", "new-method", "new-driver")
+        ),
         "launch",
         "cli",
     ],
     "Methods": ["methods", "momentum"],
-    "Evidence": ["results", "momentum-results", "bench", "scale", "papers/README", "reliability"],
+    "Evidence": ["results", "momentum-results", "bench", "one-exchange", "scale", "papers/README", "reliability"],
     "Reference": ["reference", "sharp-bits", "drivers", "backends", "architecture", "decisions", "changelog"],
 }
 #: page -> patterns of the pages below it

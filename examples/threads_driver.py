@@ -97,7 +97,7 @@ class Compressor(compressor.Compressor):
         return np.zeros(shape, np.float32) if residual is None else residual.reshape(shape).copy()
 
     def load_state_dict(self, saved):
-        self.local.load_state_dict(saved, np.concatenate)
+        self.local.load_state_dict(saved)
 
     def _waits_for(self):
         return self.step and self.step.waits_for()

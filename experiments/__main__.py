@@ -43,7 +43,7 @@ class Commands(TyperGroup):
         module, _, attribute = COMMANDS[name].partition(":")
         found = getattr(import_module(module), attribute)
         if not isinstance(found, typer.Typer):
-            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            alone = typer.Typer(add_completion=False)
             alone.command(name, context_settings=CONTEXT)(found)
             found = alone
         command = typer.main.get_command(found)

@@ -11,7 +11,7 @@
   where what was held back comes later and what was lost never does. None for DGC, which sums gradients that went
   through momentum.
 
-Errors are relative: where the gradient itself is about to vanish, :func:`experiments.phases.collapse` warns.
+Errors are relative: where the norm of ḡ, which is printed by thirds, gets small, there is hardly a gradient any more.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from experiments import phases
 from experiments.configfile import MethodEntry
 from experiments.options import methods_of
 from experiments.report import numbers, results, tables
-from experiments.training.gradients import Gradients, load, save
+from experiments.training.gradients import Gradients, load
 from hvdcompress.loopback import Loopback
-
-__all__ = ["Gradients", "compare", "load", "measure", "save"]
 
 Vector = np.ndarray[Any, Any]
 
@@ -110,17 +108,17 @@ def compare(
     """Show how each method performs on saved gradients: error, cosine, bytes and compression ratio.
 
     The error of one exchange is the median over the steps, with its quartiles and the medians of the early, middle and
-    late third of them. Where the gradients' norm collapses, a warning says so.
+    late third of them. The median norm of the mean gradient is shown for the same thirds.
 
     Example: python -m experiments compare gradients.safetensors --methods topk,scalecom
     """
-    entries, given = methods_of(config, methods, "bench", "experiments"), load(gradients)
+    entries, given = methods_of(config, methods), load(gradients)
     records = [measure(entry, given) for entry in entries]
     written = results.save("one-exchange", records, out, gradients=str(gradients))
     shares = ("one_exchange", "low", "high", *phases.PHASES, "whole_run")
     forms = {**dict.fromkeys(shares, lambda value: f"{100 * value:.2f} %"), "cosine": numbers.number}
     frame = results.load("one-exchange", out)
     tables.show(frame, str(gradients), **forms, num_bytes=numbers.num_bytes, ratio=numbers.rate_of)
-    if warning := phases.collapse([float(np.linalg.norm(_flat(_mean(ranks)))) for ranks in given]):
-        print(f"warning: {warning}")
+    norms = phases.by_phase([float(np.linalg.norm(_flat(_mean(ranks)))) for ranks in given])
+    print("norm of the mean gradient:", ", ".join(f"{phase} {norm:.3g}" for phase, norm in norms.items()))
     print(f"written: {written}")

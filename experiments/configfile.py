@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from hvdcompress.method import Number
 from hvdcompress.plan import Plan, PlanError, load
@@ -21,25 +21,31 @@ Real = Annotated[float, Number, Field(strict=False)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w .,=+%()/-]{0,39}$")]
 
 
-def with_label(key: str) -> BeforeValidator:
-    """``digits`` is short for ``{task: digits, label: digits}``, if the key is ``task``."""
+class Entry(BaseModel):
+    """An entry of a list. ``digits`` is short for ``{task: digits, label: digits}``, if ``named_by`` is "task"."""
 
-    def expand(value: Any) -> Any:
-        value = {key: value} if isinstance(value, str) else value
-        if isinstance(value, Mapping) and "label" not in value and key in value:
-            value = {"label": value[key], **value}
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    named_by: ClassVar[str]
+    """The key whose value is the label, too, unless another one is given."""
+    label: Label
+    """The name used in tables."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        value = {cls.named_by: value} if isinstance(value, str) else value
+        if isinstance(value, Mapping) and "label" not in value and cls.named_by in value:
+            value = {"label": value[cls.named_by], **value}
         return value
 
-    return BeforeValidator(expand)
 
-
-class MethodEntry(BaseModel):
+class MethodEntry(Entry):
     """An entry of ``methods:``, a label and the plan under it as ``hvdcompress.load`` reads it."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow")
 
-    label: Label
-    """The name used in tables; the method's id unless given."""
+    named_by = "method"
     method: str
     """The method's id; the entry's other keys are its hyper-parameters and the plan's options."""
 
@@ -67,10 +73,9 @@ class ConfigFile(BaseModel):
 
     what: ClassVar[str]
     """The word for such a file in messages."""
-    entries: ClassVar[dict[str, type[BaseModel]]]
-    """Keys of lists whose entries take only these models' keys."""
 
-    name: str
+    name: str = Field("unnamed", pattern=NAME)
+    methods: Sequence[MethodEntry] = Field(min_length=1)
     _document: Document = PrivateAttr(default_factory=lambda: Document({}))
 
     @classmethod
@@ -92,23 +97,20 @@ class ConfigFile(BaseModel):
         found._check()
         return found
 
-    def _check(self) -> None:
-        """Check what involves more than one key."""
-
-    def _check_labels(self, key: str, taken: Sequence[str] = ()) -> None:
-        labels = [entry.label for entry in getattr(self, key)]
-        for number, label in enumerate(labels):
-            if label in labels[:number] or label in taken:
-                raise self.error((key, number), f"{label!r} is there twice: give one of them a label: of its own")
-
-    def _check_plan(self, number: int, settings: dict[str, Any]) -> None:
-        """Check the plan of ``methods[number]``; errors get this file's line numbers, as plans only know their own."""
-        try:
-            load(settings)
-        except PlanError as error:
-            key, _, message = str(error).partition(": ")
-            path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-            raise self.error(("methods", number, *path), message) from None
+    def _check(self, taken: Sequence[str] = ()) -> None:
+        """Check plans, whose errors get this file's line numbers, and that labels differ, also from those ``taken``."""
+        for number, entry in enumerate(self.methods):
+            try:
+                load(entry.settings)
+            except PlanError as error:
+                key, _, message = str(error).partition(": ")
+                path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+                raise self.error(("methods", number, *path), message) from None
+        for key, values in self:
+            labels = [one.label for one in values if isinstance(one, Entry)] if isinstance(values, list) else []
+            for number, label in enumerate(labels):
+                if label in labels[:number] or label in taken:
+                    raise self.error((key, number), f"{label!r} is there twice: give one of them a label: of its own")
 
     def error(self, loc: Path_, message: str) -> PlanError:
         """An error about the key at ``loc``, with its file and line."""
@@ -119,8 +121,8 @@ class ConfigFile(BaseModel):
         text = yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
         file.write_text(f"# The {self.what} as it was run, every default filled in.\n" + text, encoding="utf-8")
 
-    def _pick(self, key: str, labels: Iterable[str], kind: str) -> list[Any]:
-        """The entries with these labels, or all.
+    def pick(self, key: str, labels: Iterable[str]) -> list[Any]:
+        """The entries of a list with these labels, or all.
 
         Raises:
             ValueError: there is no such label.
@@ -130,7 +132,7 @@ class ConfigFile(BaseModel):
         for label in labels:
             if label not in known:
                 hint = suggest(label, known)
-                raise ValueError(f"the {self.what} has no {kind} {label!r}{hint}; it has: {', '.join(known)}")
+                raise ValueError(f"the {self.what} has no {key[:-1]} {label!r}{hint}; it has: {', '.join(known)}")
         return [entry for entry in entries if not labels or entry.label in labels]
 
     @classmethod
@@ -139,7 +141,7 @@ class ConfigFile(BaseModel):
         first = error.errors()[0]
         loc, message = tuple(first["loc"]), first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
-            model = cls.entries.get(str(loc[0]), cls) if len(loc) > 1 else cls
+            model = get_args(cls.model_fields[str(loc[0])].annotation)[0] if len(loc) > 1 else cls
             known = list(model.model_fields)
             message = f"unknown key{suggest(str(loc[-1]), known)}; known: {', '.join(known)}"
         elif first["type"] == "missing":
@@ -147,3 +149,10 @@ class ConfigFile(BaseModel):
         elif loc:
             message = f"{first['input']!r}: {message}"
         return Document({}, loc, document.lines, document.file).error(None, message)
+
+
+class MethodsFile(ConfigFile):
+    """The methods of any file; its other keys are left out."""
+
+    model_config = ConfigDict(extra="ignore")
+    what = "file"

@@ -16,8 +16,6 @@ from math import isqrt, prod
 
 from hvdcompress.registry import suggest
 
-__all__ = ["NETS", "Shapes", "get", "total"]
-
 Shapes = dict[str, tuple[int, ...]]
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from experiments.cluster.hosts import Hosts
     from experiments.configfile import MethodEntry
 
-__all__ = ["CONFIGS", "config_file", "emulated_hosts", "methods_of", "seeds_of", "split"]
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -60,18 +59,17 @@ def emulated_hosts(count: int | None, rate: str | None, ranks: int | None = None
     return Hosts(count, rate)
 
 
-def methods_of(config: str | None, labels: str | None, *kinds: str) -> Sequence[MethodEntry]:
+def methods_of(config: str | None, labels: str | None) -> Sequence[MethodEntry]:
     """Return the methods of a file; every method with its defaults for None.
 
     Raises:
         ValueError, OSError: there is no such file, something in it is wrong, or there is no such label.
     """
-    from experiments.training.experiment import Experiment
+    from experiments.configfile import MethodsFile
     from hvdcompress import registry
 
-    everything = {"name": "all", "tasks": ["any"], "methods": registry.available()}
-    source = everything if config is None else config_file(config, *kinds)
-    return Experiment.open(source).override(methods=split(labels)).methods
+    source = {"methods": registry.available()} if config is None else config_file(config, "bench", "experiments")
+    return MethodsFile.open(source).pick("methods", split(labels))
 
 
 def seeds_of(text: str) -> list[int]:

@@ -50,7 +50,8 @@ class Loopback:
         loss_scale: the factor by which gradients are multiplied: a number, or a function that returns the current
             number. Residuals are kept unscaled.
         optimizer: describes the momentum of the optimizer, which is then adapted. None: momentum is not adapted.
-        ops: the array backend; by default the fastest one on the CPU.
+        ops: the array backend; by default the fastest one on the CPU. Methods get arrays of its library, such as
+            tensors for ``hvdcompress.ops.torch``.
         grouping: how tensors are grouped into buckets if the plan does not say it; by default they are not.
         **settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
@@ -86,6 +87,7 @@ class Loopback:
         for rank in self.ranks:
             rank.optimizer = momentum_reader(optimizer)
             rank.placement = Placement(self.nodes, rank.rank) if self.nodes else None
+            rank.copy = lambda parts: of_ops(self.ops, np.concatenate(parts))
 
     def allreduce(self, arrays: Sequence[np.ndarray], name: str = "tensor", op: Op = "average") -> list[np.ndarray]:
         """Reduce one array per rank.
@@ -165,7 +167,8 @@ class Loopback:
             work = step.local.next_step(bucket).dtype
             with np.errstate(over="ignore"):  # float64 values beyond float32 become Inf, which discards the step
                 members = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in bucket.members]
-            step.add(bucket, indices, members, [out[m.name].reshape(-1) for m in bucket.members])
+            outs_of_bucket = [out[m.name].reshape(-1) for m in bucket.members]
+            step.add(bucket, indices, self._of_ops(members), self._of_ops(outs_of_bucket))
         while any(step.is_busy for step in steps):
             if not networks.have_results():
                 raise RuntimeError(f"{bucket.spec.name!r}: not all ranks yielded a collective in the same round")
@@ -310,9 +313,22 @@ class Loopback:
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Array]:
         """Perform one collective of all ranks; errors name the tensor."""
         try:
-            return lockstep.carry_out(requests)
+            return self._of_ops(lockstep.carry_out([replace(one, payload=to_numpy(one.payload)) for one in requests]))
         except RuntimeError as error:
             raise RuntimeError(f"{name!r}: {error}") from None
+
+    def _of_ops(self, arrays: Iterable[np.ndarray]) -> list[Array]:
+        return [of_ops(self.ops, array) for array in arrays]
+
+
+def of_ops(ops: Ops, array: np.ndarray) -> Array:
+    """Return a numpy array as an array of the ops' library. The two share memory unless ``array`` is read-only."""
+    return ops.asarray(array, like=array)
+
+
+def to_numpy(array: Array | None) -> Any:
+    """Return an array of any library, in host memory, as a numpy array that shares its memory; None stays None."""
+    return None if array is None else np.asarray(array)
 
 
 LARGE = 1 << 20  #: maximum number of elements of the sample tensors in :func:`warm_up`

@@ -283,7 +283,15 @@ Density = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: kept elements / al
 Fraction = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: a number in (0, 1]
 Momentum = Annotated[float, Number, Field(ge=0.0, lt=1.0)]  #: a number in [0, 1)
 Count = Annotated[int, Number, Field(ge=1)]  #: a positive integer
-Values = Annotated[str, AfterValidator(_known_values)]  #: number format of sent values; codecs in ``parts/codecs.py``
+#: number format of sent values; codecs in ``parts/codecs.py``
+Values = Annotated[
+    str,
+    AfterValidator(_known_values),
+    Field(
+        description="`fp32` | `fp16` | `bf16` | `qsgd2` … `qsgd8` | `rangefloat4` … `rangefloat16`, also as "
+        "`rangefloat10m6`"
+    ),
+]
 Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; see ``parts/sums.py``
 FeedbackName = Literal["none", "plain", "lowpass", "momentum"]  #: see ``parts/feedback.py``
 OptimizerMomentum = Literal["adapt", "cancel", "keep"]  #: see ``parts/momentum.py``

@@ -18,13 +18,16 @@ from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from hvdcompress.method import REGISTERED, Method, method
 
-__all__ = ["FieldError", "available", "classes", "docstring", "field_docs", "formula", "get", "method", "suggest"]
+__all__ = [
+    "FieldError", "Option", "available", "classes", "docstring", "field_docs", "formula", "get", "legal", "method",
+    "options", "suggest",
+]  # fmt: skip
 
 
 class Classes(MutableMapping[str, type[Method]]):
@@ -209,3 +212,45 @@ def field_docs(cls: type) -> dict[str, str]:
             if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Constant):
                 found[ast.unparse(node.target)] = " ".join(str(text.value).split())
     return found
+
+
+class Option(NamedTuple):
+    """A hyper-parameter of a method: its name, its default, the :func:`legal` values, and what it means."""
+
+    name: str
+    default: Any
+    values: str
+    about: str
+
+
+def options(cls: type[Method]) -> list[Option]:
+    """Return a method's hyper-parameters: its own first, then those that all methods have."""
+    schemas = TypeAdapter(cls).json_schema()["properties"]
+    about = field_docs(cls)
+    found = [Option(f.name, f.default, legal(schemas[f.name]), about.get(f.name, "")) for f in fields(cls)]
+    own = list(inspect.get_annotations(cls))
+    return sorted(found, key=lambda one: own.index(one.name) if one.name in own else len(own))
+
+
+#: by the key of a field's JSON schema. The long keys are those of fields without validators of their own
+BOUNDS = {
+    "gt": ">", "exclusiveMinimum": ">", "ge": "≥", "minimum": "≥",
+    "lt": "<", "exclusiveMaximum": "<", "le": "≤", "maximum": "≤",
+}  # fmt: skip
+
+
+def legal(schema: Mapping[str, Any]) -> str:
+    """Return the values that a field's JSON schema allows, in Markdown; empty for any text.
+
+    >>> legal({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]})
+    'integer, ≥ 1; or `null`'
+    """
+    if "anyOf" in schema:
+        return "; or ".join(map(legal, schema["anyOf"]))
+    if "description" in schema:
+        return schema["description"]
+    if "enum" in schema or "const" in schema:  # a Literal; of one value, "const"
+        return " | ".join(f"`{choice}`" for choice in schema.get("enum", [schema.get("const")]))
+    bounds = " and ".join(f"{sign} {schema[key]:g}" for key, sign in BOUNDS.items() if key in schema)
+    kind = {"boolean": "`true` | `false`", "null": "`null`", "string": ""}.get(schema["type"], schema["type"])
+    return f"{kind}, {bounds}" if bounds else kind

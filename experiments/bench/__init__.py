@@ -1,1 +1,1 @@
-"""Benchmarks of exchanges (with stock Horovod and DDP), of what a rank computes, of array ops, and of TensorFlow."""
+"""Benchmarks of exchanges (with stock Horovod and DDP), and of what a rank computes."""

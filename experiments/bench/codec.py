@@ -24,8 +24,6 @@ from hvdcompress import registry
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import BY_NAME, Plan, load, settings_of
 
-__all__ = ["PARTS", "measure", "plans", "run"]
-
 DENSITY = 0.01  #: of every method that has one, unless its own is given
 #: GradiVeQ's usual 8 components of 100, on any tensor
 SETTINGS: Mapping[str, Mapping[str, Any]] = {

@@ -29,15 +29,13 @@ def bench(
     from experiments.bench import run as benchmark
     from experiments.bench.config import Bench
     from experiments.options import config_file, split
-    from experiments.report.folders import choose, users_own
+    from experiments.report.folders import choose
 
     given = Bench.open(config_file(config, "bench"))
     asked = given.override(split(methods), split(sets), hosts=hosts, rates=split(rates), rounds=rounds)
     folder = choose(f"bench-{asked.name}", out, resume)
-    with users_own(folder):
-        benchmark.prepare(folder, asked, resume)
-        code = benchmark.run(asked, folder)
-    raise typer.Exit(code)
+    benchmark.prepare(folder, asked, resume)
+    raise typer.Exit(benchmark.run(asked, folder))
 
 
 def codec(

@@ -10,16 +10,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from experiments import nets
-from experiments.cluster.rates import Rate
-from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
+from experiments.attach import DENSE, POWERSGD
+from experiments.cluster.rates import bits_of
+from experiments.configfile import NAME, ConfigFile, Entry, MethodEntry, Real
 from experiments.report.numbers import number
 from experiments.training import gradients as saved
 from hvdcompress.registry import suggest
-
-__all__ = ["BASELINES", "LOOPBACK", "Bench", "Contender", "Turn"]
 
 Over = Literal["ring", "mpi", "gloo", "ddp", "mpi4py"]
 #: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1
@@ -36,21 +35,18 @@ def _known(baseline: str) -> str:
 
 def _rate(text: str) -> str:
     if text != LOOPBACK:
-        Rate.parse(text)
+        bits_of(text)
     return text
 
 
-class GradientSet(BaseModel):
+class GradientSet(Entry):
     """Gradients of a net's shapes (random numbers), or saved gradients."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
+    named_by = "net"
     net: str | None = None
     """A net in :mod:`experiments.nets`."""
     gradients: str | None = None
     """A file of ``python -m experiments.training.save_gradients``."""
-    label: Label
-    """The name in tables."""
     only: list[str] = Field([], max_length=100)
     """Only tensors whose names match one of these globs; all tensors if the list is empty."""
 
@@ -87,7 +83,7 @@ class GradientSet(BaseModel):
         return f"{self.label}: {len(kept)} tensors, {elements:,} elements, {number(elements * 4e-6)} MB"
 
 
-class Entry(MethodEntry):
+class Measured(MethodEntry):
     """A method, as in an experiment, and how it is measured."""
 
     over: Over = "ring"
@@ -107,14 +103,14 @@ class Contender(NamedTuple):
     @property
     def kind(self) -> str:
         """Return "dense" for an uncompressed all-reduce of the framework, "baseline" or "method"."""
-        return {"none": "dense", "method": "method"}.get(self.spec["kind"], "baseline")
+        how = self.spec["how"]
+        return "method" if not isinstance(how, str) else "dense" if how == DENSE else "baseline"
 
 
 class Bench(ConfigFile):
     """A checked benchmark."""
 
     what = "benchmark"
-    entries = {"sets": GradientSet}
 
     name: str = Field("bench", pattern=NAME)
     hosts: int = Field(4, ge=2, le=64)
@@ -132,15 +128,12 @@ class Bench(ConfigFile):
     """Exchanges in a turn, at most. The first one counts only if it is the only one."""
     seconds: Real = Field(2.0, ge=0)
     """A turn ends with the exchange that makes it last so long."""
-    sets: list[Annotated[GradientSet, with_label("net")]] = Field(min_length=1)
-    methods: list[Annotated[Entry, with_label("method")]] = Field(min_length=1)
+    sets: list[GradientSet] = Field(min_length=1)
+    methods: list[Measured] = Field(min_length=1)
     baselines: list[Annotated[str, AfterValidator(_known)]] = Field(list(BASELINES))
 
-    def _check(self) -> None:
-        for labels in ("sets", "methods"):
-            self._check_labels(labels, taken=self.baselines)
-        for at, entry in enumerate(self.methods):
-            self._check_plan(at, entry.settings)
+    def _check(self, taken: Sequence[str] = ()) -> None:
+        super()._check([*taken, *self.baselines])
         if self.device == "cuda" and any(contender.where != "ddp" for contender in self.contenders()):
             raise self.error(("device",), "cuda: methods and baselines must be over ddp")
 
@@ -149,9 +142,10 @@ class Bench(ConfigFile):
         found = []
         for name in self.baselines:
             kind, where = name.split()
-            found.append(Contender(name, where, {"kind": kind, "warm_up": 3 if kind == "powersgd" else 1}))
+            how = {"none": DENSE, "powersgd": f"{POWERSGD}1"}.get(kind, kind)
+            found.append(Contender(name, where, {"how": how, "warm_up": 3 if kind == "powersgd" else 1}))
         for entry in self.methods:
-            spec = {"kind": "method", "settings": entry.settings, "warm_up": 3, "alone": entry.alone}
+            spec = {"how": entry.settings, "warm_up": 3, "alone": entry.alone}
             found.append(Contender(entry.label, entry.over, spec))
         return found
 
@@ -161,8 +155,8 @@ class Bench(ConfigFile):
         Raises:
             ValueError: there is no such label, or a value is wrong.
         """
-        changes["methods"] = [one.model_dump() for one in self._pick("methods", methods, "method")]
-        changes["sets"] = [one.model_dump(exclude_none=True) for one in self._pick("sets", sets, "set")]
+        changes["methods"] = [one.model_dump() for one in self.pick("methods", methods)]
+        changes["sets"] = [one.model_dump(exclude_none=True) for one in self.pick("sets", sets)]
         return self.open(self.model_dump() | {key: value for key, value in changes.items() if value})
 
     def turns(self) -> list[Turn]:

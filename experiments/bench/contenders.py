@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from experiments.bench.gradients import Gradients, Shapes, loss, make_gradients
+from experiments.attach import FP16, over_ddp, over_horovod
+from experiments.bench.gradients import Gradients, loss, make_gradients
+from experiments.nets import Shapes
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer, Sent
 from hvdcompress.loopback import Loopback
-
-__all__ = ["Clock", "OverDDP", "OverHorovod", "OverMPI"]
 
 
 class Clock(Observer):
@@ -83,26 +83,23 @@ class OverHorovod(OverTorch):
         import horovod.torch as hvd
 
         super().__init__(tensors, device)
-        compression: Any
-        if what["kind"] == "method":
-            from hvdcompress.horovod.torch import Compressor
 
-            self.compressor = compression = Compressor(what["settings"], self.named.items())
-            compression.watch(clock)
-            self.ledger = compression.ledger
-            if what["alone"]:
-                compression.load_state_dict(alone(compression, tensors, what["alone"]))
-        else:
-            own = getattr(hvd.Compression, what["kind"])
-            compression = SimpleNamespace(
+        def timed(own: Any) -> SimpleNamespace:
+            return SimpleNamespace(
                 compress=clock.timed("encode", own.compress), decompress=clock.timed("decode", own.decompress)
             )
-            self.rank, self.ledger = hvd.rank(), Ledger(hvd.size(), hvd.rank())
-            self.width = 2 if what["kind"] == "fp16" else 4
+
         sgd = torch.optim.SGD(self.parameters, lr=0.0)
-        self.optimizer = hvd.DistributedOptimizer(
-            sgd, named_parameters=list(self.named.items()), compression=compression
-        )
+        attached = over_horovod(list(self.named.items()), sgd, what["how"], timed)
+        self.optimizer, self.compressor = attached.optimizer, attached.compressor
+        if self.compressor:
+            self.compressor.watch(clock)
+            self.ledger = self.compressor.ledger
+            if what["alone"]:
+                self.compressor.load_state_dict(alone(self.compressor, tensors, what["alone"]))
+        else:
+            self.rank, self.ledger = hvd.rank(), Ledger(hvd.size(), hvd.rank())
+            self.width = 2 if what["how"] == FP16 else 4
 
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
         total = loss(self.parameters, gradients)
@@ -127,25 +124,13 @@ class OverDDP(OverTorch):
     splits = False
 
     def __init__(self, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
         super().__init__(tensors, device)
-        aborts = what["kind"] == "powersgd" and device == "cpu"  # over gloo, with two buckets
-        one_bucket = {"bucket_cap_mb": 1 << 16} if aborts else {}
-        module = Net(self.parameters)
-        self.module = torch.nn.parallel.DistributedDataParallel(module, init_sync=False, **one_bucket)
-        self.state: Any = None
-        if what["kind"] == "method":
-            from hvdcompress import ddp
-
-            self.compressor = ddp.attach(self.module, what["settings"])
+        attached = over_ddp(Net(self.parameters), None, what["how"])
+        self.module, self.compressor, self.state = attached.net, attached.compressor, attached.powersgd
+        if self.compressor:
             self.ledger = self.compressor.ledger
-        elif what["kind"] == "fp16":
-            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif what["kind"] == "powersgd":
-            self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        if self.state:
             self.state.iter = 2  # its first two steps are dense and not what is to be measured
-            self.module.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
         self.steps = 0
 
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
@@ -179,7 +164,7 @@ class OverMPI:
     def __init__(self, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         from hvdcompress.mpi import Compressor
 
-        self.compressor = Compressor(what["settings"])
+        self.compressor = Compressor(what["how"])
         self.compressor.watch(clock)
         self.names, self.ledger = list(tensors), self.compressor.ledger
         self.reduced: dict[str, Any] = {}

@@ -16,8 +16,6 @@ from hvdcompress.method import Array
 from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
 
-__all__ = ["Cpu", "Tensors", "device"]
-
 
 class Cpu:
     """NumPy arrays and the compiled ops, in this thread."""

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Gradients", "Shapes", "loss", "make_gradients"]
+from experiments.nets import Shapes
 
 Gradients = list[torch.Tensor]
-Shapes = dict[str, list[int]]
 
 
 class Given(torch.autograd.Function):

@@ -23,8 +23,6 @@ from hvdcompress.engine.transport import Group
 from hvdcompress.method import Array, Broadcast, TensorSpec
 from hvdcompress.plan import BY_NAME, Bucket, Plan
 
-__all__ = ["PARTS", "WARM", "Lockstep", "draw", "time_steps", "warm_steps"]
-
 #: Parts of a step: up to the last collective (with receiving the gradients); from its result to the sum; writing the
 #: sum over the gradients and keeping the new state
 PARTS = ("encode", "decode", "apply")

@@ -1,4 +1,4 @@
-"""What ``docs/build.py`` gives to the template of the page on benchmarks."""
+"""What ``docs/build.py`` gives to the templates of the pages on benchmarks and on one exchange."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 import pandas as pd
 
 from experiments.bench.report import speed_ups
+from experiments.cluster.rates import title
 from experiments.report import results
 from experiments.report.numbers import num_bytes, number, percent, rate_of, seconds_of
 
-__all__ = ["context"]
-
 BENCHES = ("resnet50", "ddp_hooks", "ddp_cuda", "awake", "resnet32", "gpt2", "alexnet", "vgg16_conv", "saved")
-RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 BASELINES = {"none ddp": "dense, DDP", "fp16 ddp": "DDP's fp16 hook", "powersgd ddp": "DDP's PowerSGD hook, rank 1"}
 #: the bars of the picture
 DRAWN = ["none ring", "none mpi", "fp16 ddp", "powersgd ddp", "topk 0.5 %", "scalecom 100x", "dgc 0.1 %", "gtopk 0.5 %"]
@@ -51,16 +49,19 @@ def context(page: str) -> dict[str, Any]:
     return {
         "up": lambda *place: rate_of(row(*place)["speed_up"]),
         "took": lambda *place: seconds_of(row(*place)["seconds"]),
-        "speed_up": speed_ups(drawn.assign(set="ResNet-50", rate=drawn["rate"].map(RATES))),
+        "speed_up": speed_ups(drawn.assign(set="ResNet-50", rate=drawn["rate"].map(title))),
         "by_rate": _by_rate(resnet, [*BASELINES, *BEST, "qsgd 4 bits"]),
         "parts": _parts(resnet[resnet["rate"] == "1gbit"]),
         "nets": nets.unstack()[[*NETS]].rename(columns=NETS).loc[BEST].rename_axis("").reset_index(),
         "hooks": _by_rate(frames["ddp_hooks"], HOOKS),
         "gpu": _by_rate(frames["ddp_cuda"], HOOKS),
         "to_loss": _to_loss(),
-        "codec": _codec(),
-        "exchange": _exchange(),
     }
+
+
+def one_exchange(page: str) -> dict[str, Any]:
+    """Return the tables of ``docs/templates/one-exchange.md``."""
+    return {"codec": _codec(), "exchange": _exchange()}
 
 
 def _wide(cells: pd.Series, index: pd.Series, columns: pd.Series) -> pd.DataFrame:
@@ -73,7 +74,7 @@ def _by_rate(frame: pd.DataFrame, contenders: list[str]) -> pd.DataFrame:
     """Return a table of contenders by rate: seconds, and how many times as fast as the best dense all-reduce."""
     rows = frame.set_index("contender").loc[contenders].reset_index()
     cells = rows["seconds"].map(seconds_of) + " (" + rows["speed_up"].map(rate_of) + ")"
-    return _wide(cells, rows["contender"].replace(BASELINES), rows["rate"].map(RATES))
+    return _wide(cells, rows["contender"].replace(BASELINES), rows["rate"].map(title))
 
 
 def _parts(frame: pd.DataFrame) -> pd.DataFrame:
@@ -86,7 +87,7 @@ def _to_loss() -> pd.DataFrame:
     """Return the share of dense training's seconds until the lower of two losses, per method, task and rate."""
     frame = results.load("bench-training")
     frame = frame[frame["loss"].isin([0.02, 2.4]) & (frame["rate"] != "10gbit") & (frame["method"] != "none")]
-    places = frame["task"].map({"digits": "0.5 MB", "bytes": "1.9 MB"}) + ", " + frame["rate"].map(RATES)
+    places = frame["task"].map({"digits": "0.5 MB", "bytes": "1.9 MB"}) + ", " + frame["rate"].map(title)
     return _wide(frame["share"].map("{:.0%}".format).str.replace("%", " %"), frame["method"], places)
 
 

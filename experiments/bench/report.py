@@ -24,10 +24,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from experiments.bench.config import LOOPBACK
-from experiments.cluster.rates import HEADERS, Rate
+from experiments.cluster.rates import HEADERS, bits_of
 from experiments.report import numbers, plots, tables
-
-__all__ = ["show", "speed_ups", "summarize"]
 
 PLACE = ["set", "rate"]
 PARTS = ("encode", "wire", "wait", "decode", "other")
@@ -71,7 +69,7 @@ def _parts(found: pd.DataFrame, shares: pd.DataFrame) -> pd.DataFrame:
     """Return where the seconds of the median exchange went, by the mean shares of all exchanges."""
     spent = shares.mul(found["seconds"], axis=0)
     # The interface's count would include what Horovod says while nothing is exchanged
-    rates = found["rate"].map(lambda rate: float("inf") if rate == LOOPBACK else Rate.parse(rate).slower)
+    rates = found["rate"].map(lambda rate: float("inf") if rate == LOOPBACK else bits_of(rate))
     wire = (8 * (1 + HEADERS) * found["on_wire"] / rates).clip(upper=spent["blocked"]).where(spent["blocked"].notna())
     other = (found["seconds"] - spent.sum(axis=1, skipna=False)).clip(lower=0.0)
     return pd.DataFrame({**spent[["encode", "decode"]], "wire": wire, "wait": spent["blocked"] - wire, "other": other})

@@ -14,11 +14,7 @@ from experiments.bench.config import LOOPBACK, Bench, Turn
 from experiments.bench.ranks import Group, RankError
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.launch import Stopped, stoppable
-from experiments.cluster.rates import speed
 from experiments.report import jsonl, plots, results
-from experiments.report.results import copy_speed
-
-__all__ = ["TURNS", "measure", "prepare", "read", "run"]
 
 TURNS = "turns.jsonl"  #: in the folder of a benchmark: one line per turn
 
@@ -61,7 +57,7 @@ def run(bench: Bench, folder: Path) -> int:
     records = report.summarize(turns)
     if not records.empty:
         report.show(records)
-        links = {turn["rate"]: f"{turn['link']}; {turn.get('reached', 'no network')}" for turn in turns}
+        links = {turn["rate"]: turn["link"] for turn in turns}
         sets = {one.label: str(one) for one in bench.sets}
         conditions = "others awake, ranks on any core" if bench.awake else "others stopped, ranks pinned"
         about = {"hosts": bench.hosts, "conditions": conditions, "sets": sets, "links": links}
@@ -96,8 +92,6 @@ def measure(bench: Bench, folder: Path) -> None:
         with contextlib.ExitStack() as stack:
             hosts = None if rate == LOOPBACK else stack.enter_context(Hosts(bench.hosts, rate, pin=not bench.awake))
             link = {"link": str(hosts or "shared memory (MPI), loopback TCP")}
-            if hosts:
-                link["reached"] = ", ".join(speed(bits) for bits in hosts.measure())
             print(f"{link['link']}: starting ranks", flush=True)
             groups: dict[str, Group] = {}
             for turn in (turn for turn in missing if turn.rate == rate):
@@ -113,7 +107,7 @@ def measure(bench: Bench, folder: Path) -> None:
 
 def _take(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
     """Return the figures of one turn. A failure is a result, too; the group starts again after it."""
-    line = {"kind": turn.contender.kind, "copy_gb_per_s": round(copy_speed(), 2)}
+    line = {"kind": turn.contender.kind}
     if not group.up:
         group.start()
     try:
@@ -127,12 +121,12 @@ def _take(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
 def _exchanges(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
     given = {**turn.set.model_dump(), "tensors": turn.set.tensors()}
     group.ask("prepare", set=given, contender=turn.contender.spec)
-    before = group.hosts.traffic() if group.hosts else []
+    before = group.hosts.sent() if group.hosts else []
     found: list[list[dict[str, Any]]] = []
     began = time.monotonic()
     while not found or (len(found) < bench.repeats and time.monotonic() < began + bench.seconds):
         found.append(group.ask("measure"))
-    after = group.hosts.traffic() if group.hosts else []
+    after = group.hosts.sent() if group.hosts else []
     if len({reply["checksum"] for reply in group.ask("check")}) > 1:
         raise RankError("ranks ended with different gradients")
     # After a pause the first one may still be disturbed, sometimes by a second
@@ -143,7 +137,7 @@ def _exchanges(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:
         if what in found[-1][0]:
             line[what] = sum(reply[what] for replies in found for reply in replies) / exchanged
     if group.hosts:
-        line["interface"] = sum(a.sent - b.sent for a, b in zip(after, before, strict=True)) / exchanged
+        line["interface"] = (sum(after) - sum(before)) / exchanged
     return line
 
 

@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 
 CountOption = Annotated[int | None, typer.Option("--hosts", min=2, help="Emulated hosts, one rank each; needs root.")]
-RateOption = Annotated[str | None, typer.Option(help="Their links: 100mbit, 1gbit, or 10mbit/1gbit to send/receive.")]
+RateOption = Annotated[str | None, typer.Option(help="Their links: 100mbit, 1gbit, …")]
 
 
 def hosts(
     command: Annotated[list[str], typer.Argument(help="A command for host0, such as: mpirun -H host0:1,host1:1 …")],
     count: Annotated[int, typer.Option("--hosts", min=2, help="How many hosts.")] = 4,
-    rate: Annotated[str, typer.Option(help="Their links: 100mbit, 1gbit, or 10mbit/1gbit to send/receive.")] = "1gbit",
-    slow: Annotated[list[str] | None, typer.Option(metavar="HOST=RATE", help="A host with another: 3=10mbit.")] = None,
+    rate: Annotated[str, typer.Option(help="Their links: 100mbit, 1gbit, …")] = "1gbit",
 ) -> None:
     """Run COMMAND on emulated hosts, host0 to hostN, with links of a chosen speed; then take them down.
 
@@ -25,8 +24,7 @@ def hosts(
     from experiments.cluster.hosts import Hosts
     from experiments.cluster.launch import environment, stoppable
 
-    others = {int(host): other for host, _, other in (word.partition("=") for word in slow or [])}
-    with stoppable(), Hosts(count, rate, others) as network:
+    with stoppable(), Hosts(count, rate) as network:
         env = {**os.environ, **environment(count)}
         done = subprocess.run(network.command("host0", *command), env=env)
     raise typer.Exit(done.returncode)

@@ -1,9 +1,9 @@
 """Emulated hosts: network namespaces on this machine, joined by a bridge, with links of a chosen speed.
 
-    with Hosts(4, "100mbit", slow={3: "10mbit"}) as hosts:
-        before = hosts.traffic()
+    with Hosts(4, "100mbit") as hosts:
+        before = hosts.sent()
         subprocess.run(hosts.command("host0", "mpirun", "-H", hosts.slots, "python", "train.py"))
-        sent = [after.sent - then.sent for after, then in zip(hosts.traffic(), before)]
+        sent = [after - then for after, then in zip(hosts.sent(), before)]
 
 The kernel's token buckets (tbf) slow the links down, so what ranks send each other takes the time that it would take on
 such a network. Hosts share this machine's files; its processors are dealt out. Needs root and Debian's iproute2:
@@ -21,13 +21,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.cluster.rates import Rate
-
-__all__ = ["STATES", "Hosts", "HostsError", "Traffic", "problem"]
+from experiments.cluster.rates import bits_of, title
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STATES = Path("/var/lib/hvdcompress")  #: a folder of programs for each set of hosts; /run may be mounted noexec
@@ -68,14 +66,6 @@ exec "{bin}/${{words[0]}}" bash -c "${{command% }}"
 
 class HostsError(RuntimeError):
     """The hosts cannot be set up or used; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that went over a host's link, every frame's headers included."""
-
-    sent: int
-    received: int
 
 
 def _output(*words: object) -> str:
@@ -123,27 +113,23 @@ class Hosts:
 
     Args:
         count: how many, from 2 to 64.
-        rate: such as "1gbit"; "10mbit/1gbit" sends with the first and receives with the second.
-        slow: hosts with another rate, by number.
+        rate: at which each of them sends and receives, such as "1gbit".
         pin: whether what runs on a host keeps to its share of the processors; otherwise the scheduler decides. Left to
             it, four ranks with two threads each on two processors took now 150 and now 290 ms for the same exchange.
 
     Raises:
-        ValueError: a rate is not a rate, or there is no such host.
+        ValueError: there are too few or too many, or the rate is not a rate.
         HostsError: they could not be set up (on entering).
     """
 
     count: int
     rate: str
-    slow: Mapping[int, str] = field(default_factory=dict)
     pin: bool = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.count <= 64:
             raise ValueError(f"{self.count} hosts: from 2 to 64")
-        if wrong := [number for number in self.slow if not 0 <= number < self.count]:
-            raise ValueError(f"there is no host{wrong[0]}: the last is host{self.count - 1}")
-        self.rates = [Rate.parse(self.slow.get(number, self.rate)) for number in range(self.count)]
+        self.bits = bits_of(self.rate)
         self.names = [f"host{number}" for number in range(self.count)]
         self.id = f"p{os.getpid()}x{next(_numbers)}"
         self.bin = STATES / self.id
@@ -156,10 +142,7 @@ class Hosts:
 
     def __str__(self) -> str:
         """Such as "4 emulated hosts, 100 Mbit/s each (network namespaces, tbf)"."""
-        usual = Rate.parse(self.rate)
-        others = [f"{name} {rate}" for name, rate in zip(self.names, self.rates, strict=True) if rate != usual]
-        but = f" but {', '.join(others)}" if others else ""
-        return f"{self.count} emulated hosts, {usual} each{but} (network namespaces, tbf)"
+        return f"{self.count} emulated hosts, {title(self.rate)} each (network namespaces, tbf)"
 
     def __enter__(self) -> Hosts:
         _check()
@@ -207,15 +190,15 @@ class Hosts:
         _output("ip", "-n", switch, "link", "add", "name", "bridge", *bridge)
         _output("ip", "-n", switch, "link", "set", "bridge", "up")
         addresses = "".join(f"{NETWORK}.{number + 1} {name}\n" for number, name in enumerate(self.names))
-        for number, (name, space, rate) in enumerate(zip(self.names, spaces, self.rates, strict=True)):
+        for number, (name, space) in enumerate(zip(self.names, spaces, strict=True)):
             link = ("link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", space)
             _output("ip", "-n", switch, *link)
             _output("ip", "-n", switch, "link", "set", name, "master", "bridge", "up")
             _output("ip", "-n", space, "link", "set", "lo", "up")
             _output("ip", "-n", space, "address", "add", f"{NETWORK}.{number + 1}/24", "dev", "eth0")
-            _output("ip", "-n", space, "link", "set", "eth0", "gso_max_segs", _frames_at_once(rate.up), "up")
-            _shape(space, "eth0", rate.up)  # what the host sends
-            _shape(switch, name, rate.down)  # what the switch sends to the host
+            _output("ip", "-n", space, "link", "set", "eth0", "gso_max_segs", _frames_at_once(self.bits), "up")
+            _shape(space, "eth0", self.bits)  # what the host sends
+            _shape(switch, name, self.bits)  # what the switch sends to the host
             names = Path("/etc/netns", space, "hosts")  # `ip netns exec` lays it over /etc/hosts
             names.parent.mkdir(parents=True)
             names.write_text(f"127.0.0.1 localhost\n{addresses}", encoding="utf-8")
@@ -238,40 +221,13 @@ class Hosts:
         """Return the line that runs ``words`` on a host, with what mpirun and horovodrun need in its environment."""
         return [str(self.bin / host), *map(str, words)]
 
-    def traffic(self) -> list[Traffic]:
-        """Return the bytes over each host's link since the hosts are up.
+    def sent(self) -> list[int]:
+        """Return the bytes that each host has sent since the hosts are up, every frame's headers included.
 
         Raises:
             HostsError: they are not up.
         """
-        space = f"hvdc-{self.id}-"
-        return [
-            Traffic(
-                _sent("-n", space + name, "qdisc", "show", "dev", "eth0"),
-                _sent("-n", f"{space}switch", "qdisc", "show", "dev", name),
-            )
-            for name in self.names
-        ]
-
-    def measure(self, seconds: float = 2.0) -> list[float]:
-        """Return what each host receives while all send to their successors, in bits of TCP payload per second.
-
-        Where that is less than 0.9 of a rate, this machine's processors are the limit and not the link.
-
-        Raises:
-            HostsError: a host did not answer.
-        """
-        stream = (sys.executable, Path(__file__).with_name("stream.py"), str(self.count), str(seconds))
-        pipe = subprocess.PIPE
-        running = [subprocess.Popen(self.command(name, *stream), stdout=pipe, stderr=pipe) for name in self.names]
-        try:
-            return [float(process.communicate(timeout=seconds + 30)[0]) for process in running]
-        except (ValueError, subprocess.TimeoutExpired) as error:
-            raise HostsError(f"the hosts' links could not be measured: {error}") from None
-        finally:
-            for process in running:
-                process.kill()
-                process.communicate()
+        return [_sent("-n", f"hvdc-{self.id}-{name}", "qdisc", "show", "dev", "eth0") for name in self.names]
 
 
 def _frames_at_once(bits: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import shlex
@@ -24,7 +25,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from experiments.cluster.rates import ring
 
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
 
     from experiments.cluster.hosts import Hosts
 
-__all__ = ["Driver", "LaunchError", "Ranks", "Stopped", "has_horovod", "lines", "run", "stoppable", "tail"]
 
-Driver = Literal["horovod", "gloo", "mpi", "ddp"]
+Driver = Literal["mpi", "gloo", "ddp"]
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAG = "HVDCOMPRESS_LAUNCH"  # in the environment of every process we start, so that we end ours and no other
 NOISE = re.compile(
@@ -96,16 +96,12 @@ def has_horovod() -> bool:
     return shutil.which("horovodrun", path=str(Path(sys.executable).parent)) is not None
 
 
-def _launcher(driver: Driver) -> str:
-    if driver == "mpi":
-        if found := shutil.which("mpirun", path=_search_path()):
-            return found
-        raise LaunchError("there is no mpirun: install Open MPI (launch/setup.sh does), or choose another driver")
-    if found := shutil.which("horovodrun", path=str(Path(sys.executable).parent)):
+def _launcher(name: str) -> str:
+    if found := shutil.which(name, path=_search_path()):
         return found
     raise LaunchError(
-        "Horovod is not installed for this Python, so no ranks can be started. `hvdcompress doctor` says what is "
-        "missing; launch/setup.sh builds Horovod and installs the rest. Without it: --driver ddp"
+        f"there is no {name}, so no ranks can be started. `hvdcompress doctor` says what is missing; launch/setup.sh "
+        "installs Open MPI and builds Horovod. Without them: --driver ddp"
     )
 
 
@@ -115,8 +111,8 @@ def lines(program: Sequence[str], num_ranks: int, driver: Driver, hosts: Hosts |
     Args:
         program: Python's arguments, such as ``("-m", "experiments.training.train_torch", "runs/x")``.
         num_ranks: how many ranks to start.
-        driver: "horovod" (horovodrun over MPI), "gloo" (horovodrun over Gloo), "mpi" (mpirun, which starts Horovod's
-            ranks, too, some 7 s faster) or "ddp" (torchrun).
+        driver: "mpi" (mpirun, for Horovod over MPI, too: it is some 7 s faster than horovodrun), "gloo" (horovodrun)
+            or "ddp" (torchrun).
         hosts: emulated hosts to start them on, one rank each.
 
     Raises:
@@ -132,11 +128,10 @@ def lines(program: Sequence[str], num_ranks: int, driver: Driver, hosts: Hosts |
         parts = [sys.executable, *launch, *program]
     elif driver == "mpi":
         where = ["-H", hosts.slots, "-mca", "pml", "ob1"] if hosts else ["--oversubscribe"]
-        parts = [_launcher(driver), "-np", str(num_ranks), "-bind-to", "none", *where, *python]
+        parts = [_launcher("mpirun"), "-np", str(num_ranks), "-bind-to", "none", *where, *python]
     else:
         where = ["--disable-cache", "--network-interface", "eth0", "-H", hosts.slots] if hosts else []
-        controller = "--gloo" if driver == "gloo" else "--mpi"
-        parts = [_launcher(driver), "-np", str(num_ranks), controller, *where, *python]
+        parts = [_launcher("horovodrun"), "-np", str(num_ranks), "--gloo", *where, *python]
     return [hosts.command(hosts.names[0], *parts) if hosts else parts]
 
 
@@ -252,7 +247,7 @@ class Ranks:
 def run(
     program: Sequence[str],
     num_ranks: int,
-    driver: Driver = "horovod",
+    driver: Driver,
     *,
     hosts: Hosts | None = None,
     timeout: float | None = None,
@@ -306,6 +301,20 @@ def run(
             who = "a rank" if rank is None else f"rank {rank}"
             raise LaunchError(f"{who} of {num_ranks} failed (exit status {status})\n{tail(log)}")
         return text.partition("\n")[2]
+
+
+def records(program: Sequence[str], num_ranks: int, driver: Driver, **options: Any) -> list[dict[str, Any]]:
+    """Run a program as :func:`run` does, and return what its ranks printed as JSON objects, one a line.
+
+    Raises:
+        LaunchError: there is none, or as :func:`run`.
+    """
+    printed = run(program, num_ranks, driver, **options)
+    # horovodrun puts the rank in front of each line
+    found = [line[line.find('{"') :] for line in printed.splitlines() if '{"' in line and line[-1] == "}"]
+    if not found:
+        raise LaunchError(f"the ranks ended without a result\n{printed[-1000:]}")
+    return [json.loads(line) for line in found]
 
 
 def tail(log: Path, count: int = 12) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
 RING = {
@@ -16,44 +15,20 @@ RING = {
 HEADERS = 66 / 1448
 
 
-@dataclass(frozen=True)
-class Rate:
-    """The rates at which a host sends and receives, in bits per second."""
+def bits_of(rate: str) -> int:
+    """Return the bits per second of what tc calls a rate.
 
-    up: int
-    down: int
+    >>> bits_of("100mbit"), bits_of("2.5gbit")
+    (100000000, 2500000000)
 
-    @classmethod
-    def parse(cls, text: str) -> Rate:
-        """From what tc calls a rate, or two for both directions.
-
-        >>> Rate.parse("100mbit")
-        Rate(up=100000000, down=100000000)
-        >>> Rate.parse("2.5gbit/500kbit")
-        Rate(up=2500000000, down=500000)
-
-        Raises:
-            ValueError: the text is not a rate.
-        """
-        found = []
-        for word in text.split("/"):
-            match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", word.strip())
-            if not match:
-                raise ValueError(
-                    f"{text!r} is not a rate: write 100mbit, 2.5gbit or, to send and receive, 10mbit/1gbit"
-                )
-            found.append(round(float(match[1]) * FACTORS[match[2]]))
-        if len(found) > 2 or min(found) < 10_000:
-            raise ValueError(f"{text!r} is not a rate: one or two of 10kbit at least")
-        return cls(found[0], found[-1])
-
-    def __str__(self) -> str:
-        return speed(self.up) if self.up == self.down else f"{speed(self.up)} up and {speed(self.down)} down"
-
-    @property
-    def slower(self) -> int:
-        """The lower of both rates, which limits exchanges: each host sends as much as it receives."""
-        return min(self.up, self.down)
+    Raises:
+        ValueError: the text is not a rate.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.strip())
+    bits = round(float(match[1]) * FACTORS[match[2]]) if match else 0
+    if bits < 10_000:
+        raise ValueError(f"{rate!r} is not a rate: write 100mbit or 2.5gbit; 10kbit at least")
+    return bits
 
 
 def ring(ranks: int) -> dict[str, str]:
@@ -65,11 +40,12 @@ def ring(ranks: int) -> dict[str, str]:
     return RING | ({"OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1"} if ranks > 2 else {})
 
 
-def speed(bits: float) -> str:
-    """Bits per second for a reader.
+def title(rate: str) -> str:
+    """Return a rate for a reader.
 
-    >>> speed(100_000_000), speed(2.5e9), speed(94_123_456)
-    ('100 Mbit/s', '2.5 Gbit/s', '94.1 Mbit/s')
+    >>> title("100mbit"), title("2.5gbit")
+    ('100 Mbit/s', '2.5 Gbit/s')
     """
+    bits = bits_of(rate)
     factor, unit = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s") if bits >= 1e6 else (1e3, "kbit/s")
     return f"{bits / factor:.3g} {unit}"

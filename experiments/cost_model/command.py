@@ -47,7 +47,7 @@ def scale(
     numbers, rates = split(workers), split(rate)
     if wrong := [word for word in numbers if not word.isdigit()]:
         raise ValueError(f"--workers: {wrong[0]!r} is not a number of workers")
-    entries, tensors = methods_of(config, methods, "bench", "experiments"), nets.get(set)
+    entries, tensors = methods_of(config, methods), nets.get(set)
     model = fit_to(fit, over) if fit else Fitted.open(over, fitted or results.FOLDER)
     predicted = scaling.predict(model, entries, tensors, rates, [int(word) for word in numbers], per_host, inside)
     for level, rows in predicted.groupby("levels"):

@@ -21,15 +21,13 @@ from experiments.bench.config import LOOPBACK, Bench
 from experiments.bench.lockstep import PARTS, time_steps
 from experiments.bench.report import summarize
 from experiments.bench.run import read
-from experiments.cluster.rates import Rate
+from experiments.cluster.rates import bits_of
 from experiments.cost_model import model
 from experiments.cost_model.imagined import requests
 from experiments.cost_model.model import Codec, Driver
 from experiments.report import results
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Program, load, plan_of
-
-__all__ = ["Fitted", "fit", "fit_constants", "name_of", "time_codec"]
 
 Vector = np.ndarray[Any, Any]
 SIZES = (  # tensors that codecs are timed on, of three sizes: the first that a method suits
@@ -171,9 +169,9 @@ def _exchanges(folder: Path, fitted: Fitted) -> pd.DataFrame:
         if contender.kind == "dense":
             work = model.stock(shapes, bench.hosts)
         else:
-            plan = load(contender.spec["settings"])
+            plan = load(contender.spec["how"])
             work = model.work(plan, shapes, bench.hosts, fitted.codec, fitted.driver)
-        place = {"label": row["contender"], "set": row["set"], "rate": Rate.parse(row["rate"]).slower}
+        place = {"label": row["contender"], "set": row["set"], "rate": bits_of(row["rate"])}
         points.append({**place, "shared": sharing(bench.hosts), "seconds": row["seconds"], **work._asdict()})
     return pd.DataFrame(points)
 

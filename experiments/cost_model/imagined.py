@@ -13,8 +13,6 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Collective, Method, TensorSpec
 
-__all__ = ["Request", "Rounds", "piggyback", "requests"]
-
 
 class Request(NamedTuple):
     """A collective as one rank requests it.

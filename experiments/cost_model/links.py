@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.rates import Rate
+from experiments.cluster.rates import bits_of
 from experiments.cost_model import model
 from experiments.cost_model.fitted import sharing
 from experiments.cost_model.imagined import Request
@@ -34,7 +34,7 @@ REPEATS, AT_MOST = 9, 1.0  # times that each is measured, or seconds
 
 
 def rank_main() -> None:
-    """Run one rank: all sizes. Rank 0 prints the collective, its size and its seconds in JSON for each."""
+    """Run one rank: all sizes. Rank 0 prints a line of JSON for each."""
     import numpy as np
     from mpi4py import MPI
 
@@ -54,7 +54,8 @@ def rank_main() -> None:
                 took = comm.allreduce(time.monotonic(), MPI.MAX) - comm.allreduce(began, MPI.MIN)
                 times.append(comm.bcast(took))
             if comm.rank == 0:
-                print(json.dumps([collective, size, statistics.median(times)]), flush=True)
+                found = {"collective": collective, "size": size, "seconds": statistics.median(times)}
+                print(json.dumps(found), flush=True)
 
 
 def measure(rate: str) -> list[dict[str, Any]]:
@@ -65,13 +66,14 @@ def measure(rate: str) -> list[dict[str, Any]]:
         LaunchError: a rank failed.
     """
     with Hosts(HOSTS, rate) as hosts:
-        printed = launch.run(["-m", MODULE, "rank"], HOSTS, "mpi", hosts=hosts)
-    place = {"set": "mpi", "rate": Rate.parse(rate).slower, "shared": sharing(HOSTS)}
+        printed = launch.records(["-m", MODULE, "rank"], HOSTS, "mpi", hosts=hosts)
+    place = {"set": "mpi", "rate": bits_of(rate), "shared": sharing(HOSTS)}
     records = []
-    for collective, size, seconds in (json.loads(line) for line in printed.splitlines() if line.startswith("[")):
-        one = Request.of(collective, "float32", size, HOSTS)
-        work = model.work_of([(0, [one])], HOSTS)._replace(calls=0, rounds=0)  # which are a driver's
-        records.append({"label": f"MPI {collective} {size} B", **place, "seconds": seconds, **work._asdict()})
+    for one in printed:
+        request = Request.of(one["collective"], "float32", one["size"], HOSTS)
+        work = model.work_of([(0, [request])], HOSTS)._replace(calls=0, rounds=0)  # which are a driver's
+        label = f"MPI {one['collective']} {one['size']} B"
+        records.append({"label": label, **place, "seconds": one["seconds"], **work._asdict()})
     return records
 
 

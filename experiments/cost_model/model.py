@@ -52,8 +52,6 @@ from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import BY_NAME, IN_ORDER, Bucket, Plan
 
-__all__ = ["CONSTANTS", "Codec", "Driver", "Work", "costs", "features", "stock", "two_levels", "work", "work_of"]
-
 Begun = list[tuple[int, Sequence[Request]]]  #: collectives: when each begins, and how ranks request it
 Driver = Literal["horovod", "mpi4py"]  #: whose exchange it is: PyTorch's under Horovod, or MPI's
 GROUPINGS = {"horovod": BY_NAME, "mpi4py": IN_ORDER}  #: which tensors travel together

@@ -6,16 +6,14 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.cluster.rates import title
 from experiments.cost_model import scale
 from experiments.cost_model.fitted import Fitted
 from experiments.report import results
 from experiments.report.numbers import num_bytes, number, seconds_of
 
-__all__ = ["context"]
-
 DRAWN = ("dense", "fp16", "scalecom 100x", "topk 0.5 %", "gtopk 0.5 %", "powersgd rank 1", "qsgd 4 bits", "signsgd")
 SHOWN = (4, 16, 64, 256, 1024)
-RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 MEANING = {
     "message": "a message that waits for another",
     "link": "time of the bytes on a link without headers, times",
@@ -32,7 +30,7 @@ def context(page: str) -> dict[str, Any]:
     fits = {"Horovod": Fitted.open("horovod"), "MPI driver": Fitted.open("mpi4py")}
     drawn = resnet[resnet["method"].isin(DRAWN)]
     return {
-        "seconds": scale.draw(drawn.assign(rate=drawn["rate"].map(RATES))),
+        "seconds": scale.draw(drawn.assign(rate=drawn["rate"].map(title))),
         "predicted": scale.table(drawn[drawn["workers"].isin(SHOWN)], "1gbit"),
         "constants": _constants(fits),
         "errors": scale.errors(fits),

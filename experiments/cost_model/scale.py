@@ -11,15 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from experiments import nets
-from experiments.cluster.rates import Rate
+from experiments.cluster.rates import bits_of
 from experiments.configfile import MethodEntry
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.report import numbers, plots, tables
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.plan import plan_of
-
-__all__ = ["draw", "errors", "notes", "predict", "table"]
 
 INSIDE = "80gbit"  #: of a rank, by shared memory
 DENSE = "dense"  #: stock Horovod's all-reduce, or ``none`` over mpi4py
@@ -69,10 +67,10 @@ def predict(
             works.append({"levels": 2, "method": label, **work._asdict()})
     frames = []
     for rate in rates:
-        points = pd.DataFrame(works).assign(rate=Rate.parse(rate).slower, shared=1.0)
+        points = pd.DataFrame(works).assign(rate=bits_of(rate), shared=1.0)
         parts = model.costs(fitted.constants, points)
         if local_size > 1:
-            passed = 8 * points["inside"].where(points["levels"] == 2, points["line"]) / Rate.parse(inside).slower
+            passed = 8 * points["inside"].where(points["levels"] == 2, points["line"]) / bits_of(inside)
             at_once = parts["link"].where(points["levels"] == 1, 0)  # a ring is as fast as its slowest link
             parts["local"] = (passed - at_once).clip(lower=0) + model.INSIDE_LATENCY * points["hops"]
             parts.loc[points["world_size"] == local_size, "byte"] = 0  # of one host: the rate inside includes it
@@ -133,7 +131,7 @@ def notes(fitted: Fitted, rates: Sequence[str]) -> list[str]:
         "has a core like that of the fit, and each host a link for itself.",
         f"Beyond {most} workers nothing was measured: those figures extrapolate the formulas.",
     ]
-    if beyond := [rate for rate in rates if not measured.min() <= Rate.parse(rate).slower <= measured.max()]:
+    if beyond := [rate for rate in rates if not measured.min() <= bits_of(rate) <= measured.max()]:
         said.append(
             f"{', '.join(beyond)}: beyond the fit, whose links had {measured.min() / 1e6:g} to "
             f"{measured.max() / 1e6:g} Mbit/s. Real times can be several times longer, as other limits than the link "

@@ -13,7 +13,6 @@ app = typer.Typer(
     help="Accuracy with and without the optimizer's momentum, over error feedback.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,
 )
 FOLDER = Path("runs/momentum")
 
@@ -27,19 +26,17 @@ def run(
     seeds: Annotated[str, typer.Option(help="Such as 1-5 or 1,3.")] = "1-3",
     steps: Annotated[int, typer.Option(min=1, help="Steps per run.")] = 1500,
     decay: Annotated[bool, typer.Option("--decay", help="Warm the rate up, and let it fall to 0.")] = False,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Simulated ranks, instead of the task's.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Simulated ranks.")] = 2,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs side by side, a core each.")] = 1,
     folder: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
 ) -> None:
     """Train; runs that have a result are skipped."""
     from experiments.momentum import contenders as table
     from experiments.momentum import study
+    from experiments.units import measure
 
     units = study.units_of(tasks.split(","), table.split(contenders), seeds_of(seeds), steps, ranks, decay)
-    failed = study.run(units, folder, jobs)
-    for line in failed:
-        typer.echo(f"failed: {line}", err=True)
-    raise typer.Exit(1 if failed else 0)
+    measure(units, folder, jobs)
 
 
 @app.command()
@@ -55,23 +52,10 @@ def report(
 
     from experiments.momentum.report import GROUP, markdown
     from experiments.report import results
+    from experiments.units import kept
 
-    frame = results.grown("momentum", folder)
+    frame = kept(folder) if folder else results.load("momentum")
     print(markdown(frame))
     if publish:
-        every = pd.concat([results.load("momentum"), frame]).drop(columns="key", errors="ignore")
+        every = pd.concat([results.load("momentum"), frame])
         results.save("momentum", every.drop_duplicates([*GROUP, "contender", "seed"], keep="last"))
-
-
-@app.command()
-def cost(
-    methods: Annotated[
-        str, typer.Option(help="Methods, with commas.")
-    ] = "topk,scalecom_48x,gaussiank,powersgd_r1,powersgd_r4,signsgd",
-    ranks: Annotated[int, typer.Option(min=1, help="Simulated ranks.")] = 2,
-) -> None:
-    """Measure what adapting costs: seconds of handing results over, in copies of the gradient, and memory."""
-    from experiments.momentum.cost import measure
-    from experiments.report import tables
-
-    tables.show(measure(methods.split(","), ranks).round(2))

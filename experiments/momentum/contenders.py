@@ -18,15 +18,13 @@ beta1 to 0, and the default is ``:plain``. Three keys belong to the optimizer, t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from experiments.attach import DENSE
 from experiments.momentum.remedies import CLASSES, REMEDIES, register
+from experiments.training.experiment import Task
 from hvdcompress.plan.reading import plan_of, settings_of
 
-if TYPE_CHECKING:
-    from experiments.momentum.tasks import Task  # imports PyTorch, which reports do without
-
-DENSE = "dense"
 OPTIMIZER_MOMENTUM = {"plain": "keep", "cancelled": "cancel"}  #: the plan's ``optimizer_momentum`` by form
 STEPS = 1500  #: of a run, unless another number is asked for
 DENSITIES = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005)
@@ -88,16 +86,12 @@ class Contender:
         adapts = task.optimizer == "sgd" and self.form != "default"
         return {**self.settings, **({"optimizer_momentum": OPTIMIZER_MOMENTUM[self.form]} if adapts else {})}
 
-    @property
-    def density(self) -> float | None:
-        """The share of the elements that the method keeps; None if the method has no density."""
-        return getattr(plan_of(self.settings).program.main, "density", None)
-
-    def momentum_on(self, task: Task) -> float:
-        """Return the momentum (AdamW: beta1) that the optimizer gets."""
-        if self.momentum is not None:
-            return self.momentum
-        return 0.0 if task.optimizer == "adamw" and self.form == "cancelled" else task.momentum
+    def trained(self, task: Task) -> Task:
+        """Return the task with the contender's own learning rate and momentum (AdamW: beta1)."""
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 0.0 if task.optimizer == "adamw" and self.form == "cancelled" else task.momentum
+        return task.model_copy(update={"learning_rate": self.lr * task.learning_rate, "momentum": momentum})
 
 
 def split(words: str) -> list[str]:

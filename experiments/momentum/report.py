@@ -18,8 +18,6 @@ from matplotlib.figure import Figure
 from experiments.momentum.contenders import DENSE, STEPS, parse, without_rate
 from experiments.report import numbers, plots, statistics, tables
 
-__all__ = ["LIMITS", "at_best_rates", "markdown", "picture", "summary"]
-
 LIMITS = {"%": (0.5, 0.8), "bits": (0.05, 0.08)}  #: mean and upper end, in points or bits per byte
 MEASURES = {"%": "held-out accuracy (%, higher is better)", "bits": "held-out bits per byte (bits, lower is better)"}
 GROUP = ["task", "steps", "ranks", "decays"]  #: columns of runs that can be compared
@@ -90,14 +88,9 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join(parts)
 
 
-def picture(frame: pd.DataFrame, method: str = "topk") -> Figure:
-    """Draw held-out scores over the steps: dense, and a method with momentum kept, adapted and cancelled.
-
-    Args:
-        frame: see :func:`summary`.
-        method: the contender.
-    """
-    names = {DENSE: DENSE, f"{method}:plain": "momentum kept", method: "adapted", f"{method}:cancelled": "cancelled"}
+def picture(frame: pd.DataFrame) -> Figure:
+    """Draw held-out scores over the steps, of a frame as in :func:`summary`: dense, and top-k by its momentum."""
+    names = {DENSE: DENSE, "topk:plain": "momentum kept", "topk": "adapted", "topk:cancelled": "cancelled"}
     chosen = (frame["steps"] == STEPS) & ~frame["decays"].astype(bool) & (frame["status"] == "done")
     runs = frame[chosen & frame["contender"].isin(list(names))].explode("evaluations")
     points = runs.assign(step=runs["evaluations"].str[0], value=runs["evaluations"].str[1].astype(float))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from experiments.papers.page import PAPERS
-from experiments.papers.units import Unit
+from experiments.units import Unit
 from hvdcompress.registry import suggest
 
 if TYPE_CHECKING:

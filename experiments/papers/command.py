@@ -31,7 +31,7 @@ def reproduce(
     """Test a paper's claims on real data: claim, number, verdict.
 
     Writes papers-PAPER.json and pictures. With --claims, the other claims of an earlier papers-PAPER.json
-    stay. What was measured is kept in OUTPUT/cache: the same command goes on where it was interrupted.
+    stay. What was measured is kept in OUTPUT/results.jsonl: the same command goes on where it was interrupted.
 
     Exit status: 0; 2 if data is missing; 130 after Ctrl-C.
     """

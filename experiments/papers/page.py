@@ -12,8 +12,6 @@ from experiments.report import results
 
 PAPERS = ("scalecom", "gradiveq", "fft", "gaussiank")
 
-__all__ = ["PAPERS", "anchor", "brief", "context"]
-
 
 def context(page: str) -> dict[str, Any]:
     """Return the variables of the page ``papers/PAPER``, or of the overview ``papers/README``.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.papers.claims import Paper, Record, Scale
-from experiments.papers.units import Unit, measure
 from experiments.report import plots, results
+from experiments.units import Unit, measure
 
 
 def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequence[str] = ()) -> list[Record]:
@@ -18,7 +18,7 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
 
     Args:
         paper: the paper.
-        folder: for what is written; each unit's result is kept in its folder ``cache``.
+        folder: for what is written and the units' results.
         scale: how much is measured.
         jobs: how many units run side by side.
         only: ids of claims. The other claims of a ``papers-PAPER.json`` in the folder stay as they are.
@@ -31,7 +31,7 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
         ValueError: there is no such claim.
     """
     needed = [(claim, how, sets) for claim in paper.named(only) for how, sets in claim.needed(scale).items()]
-    found = iter(measure([unit for _, _, sets in needed for units in sets for unit in units], folder / "cache", jobs))
+    found = iter(measure([unit for _, _, sets in needed for units in sets for unit in units], folder, jobs))
 
     def frame(units: Sequence[Unit]) -> pd.DataFrame:
         return pd.DataFrame([row for _ in units for row in next(found)])

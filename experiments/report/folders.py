@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-
-__all__ = ["choose", "users_own"]
 
 
 def choose(name: str, out: Path | None = None, resume: bool = False) -> Path:
@@ -38,15 +32,3 @@ def choose(name: str, out: Path | None = None, resume: bool = False) -> Path:
     if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already: give --resume to go on, or another --out")
     return out or runs / (f"{name}-{newest + 1}" if newest else name)
-
-
-@contextlib.contextmanager
-def users_own(folder: Path) -> Iterator[None]:
-    """At the end, give a folder that root has made, and parents made for it, to the user who called sudo."""
-    made = [folder, *(parent for parent in folder.absolute().parents if not parent.exists())]
-    try:
-        yield
-    finally:
-        if os.geteuid() == 0 and "SUDO_UID" in os.environ and folder.is_dir():
-            owner = ":".join(os.environ[name] for name in ("SUDO_UID", "SUDO_GID") if name in os.environ)
-            subprocess.run(["chown", "-RhP", owner, *made], check=False)

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append", "read"]
-
 
 def append(file: Path, record: dict[str, Any]) -> None:
     """Append one record with a single write, on a line of its own even after half of a line."""

@@ -27,11 +27,6 @@ def rate_of(value: float) -> str:
     return "–" if math.isnan(value) else f"{number(value)}x"
 
 
-def clock(seconds: float) -> str:
-    """``0:07``, ``12:34``."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
 def percent(share: float) -> str:
     """A density: ``1 %``, ``0.5 %``."""
     return f"{100 * share:.3g} %"

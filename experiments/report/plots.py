@@ -15,8 +15,6 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-__all__ = ["figure", "lines", "save", "svg"]
-
 matplotlib.use("Agg")
 plt.style.use(Path(__file__).with_name("style.mplstyle"))
 

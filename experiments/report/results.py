@@ -12,18 +12,12 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-
-from experiments.report import jsonl
-
-__all__ = ["FOLDER", "about", "copy_speed", "grown", "load", "save"]
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
@@ -59,20 +53,8 @@ def load(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     return frame
 
 
-def grown(name: str, folder: Path | None) -> pd.DataFrame:
-    """Return the records of ``folder/results.jsonl``, to which an experiment appends, or for None the published ones.
-
-    Raises:
-        ValueError: there are none.
-    """
-    frame = load(name) if folder is None else pd.DataFrame(jsonl.read(folder / "results.jsonl"))
-    if not len(frame):
-        raise ValueError(f"no results in {folder}")
-    return frame
-
-
 def about() -> dict[str, Any]:
-    """What makes a result: command, commit (with ``+`` where files differ from it), date, machine, copy speed."""
+    """What makes a result: command, commit (with ``+`` where files differ from it), date, machine."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:
@@ -91,16 +73,4 @@ def about() -> dict[str, Any]:
         "commit": git("rev-parse", "--short", "HEAD") + changed,
         "date": date.today().isoformat(),
         "machine": {"cores": os.cpu_count(), "cpu": cpu, "system": sys.platform},
-        "copy_gb_per_s": round(copy_speed(), 1),
     }
-
-
-def copy_speed(size: int = 1 << 22, repeats: int = 7) -> float:
-    """How fast this machine copies an array of float32, in GB/s (bytes copied, counted once); the best of some."""
-    source, target = np.ones(size, np.float32), np.empty(size, np.float32)
-    best = float("inf")
-    for _ in range(repeats):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        best = min(best, time.perf_counter() - began)
-    return source.nbytes / best / 1e9

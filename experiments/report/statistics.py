@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pandas as pd
 
-from hvdcompress.cli.advise.losses import Gap, gap_of
-
-__all__ = ["gaps", "interval"]
-
-
-def interval(values: Iterable[float]) -> Gap:
-    """Return the mean of values and its t interval (a bootstrap's is too short for three to five seeds)."""
-    return gap_of([float(value) for value in values])
+from hvdcompress.cli.advise.losses import gap_of
 
 
 def gaps(frame: pd.DataFrame, value: str, by: str, reference: str, paired: list[str]) -> pd.DataFrame:
@@ -35,5 +26,5 @@ def gaps(frame: pd.DataFrame, value: str, by: str, reference: str, paired: list[
     rows = []
     for keys, group in joined.dropna(subset=["_gap"]).groupby([*paired[:-1], by], sort=False):
         names = dict(zip([*paired[:-1], by], keys, strict=True))
-        rows.append({**names, **interval(group["_gap"])._asdict(), "pairs": len(group)})
+        rows.append({**names, **gap_of(group["_gap"].tolist())._asdict(), "pairs": len(group)})
     return pd.DataFrame(rows)

@@ -7,13 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-__all__ = ["MISSING", "formatted", "markdown", "show"]
-
 MISSING = "–"  #: the cell of a figure that is not there
 
 
-def formatted(frame: pd.DataFrame, **formats: Callable[[Any], str]) -> pd.DataFrame:
-    """Return the frame with its cells as text.
+def markdown(frame: pd.DataFrame, **formats: Callable[[Any], str]) -> str:
+    """Return a Markdown table; columns of numbers are aligned right.
 
     Args:
         frame: one row per line of the table.
@@ -23,13 +21,9 @@ def formatted(frame: pd.DataFrame, **formats: Callable[[Any], str]) -> pd.DataFr
         column: [MISSING if pd.isna(value) else formats.get(str(column), str)(value) for value in frame[column]]
         for column in frame
     }
-    return pd.DataFrame(cells, dtype=str)
-
-
-def markdown(frame: pd.DataFrame, **formats: Callable[[Any], str]) -> str:
-    """Return a Markdown table; columns of numbers are aligned right."""
     align = ["right" if pd.api.types.is_numeric_dtype(frame[column]) else "left" for column in frame]
-    return str(formatted(frame, **formats).to_markdown(index=False, disable_numparse=True, colalign=align))
+    texts = pd.DataFrame(cells, dtype=str)
+    return str(texts.to_markdown(index=False, disable_numparse=True, colalign=align))
 
 
 def show(frame: pd.DataFrame, title: str = "", **formats: Callable[[Any], str]) -> None:

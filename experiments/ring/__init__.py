@@ -1,4 +1,4 @@
 """The ring all-reduce across MPI ranks: read ``algorithm.py``, then ``codecs.py``; ``run.py`` is the experiment.
 
-``launch/ring.sh -n 4`` runs it; ``python -m experiments.ring.errors`` measures how errors grow with the ranks.
+``launch/ring.sh -n 4`` runs it.
 """

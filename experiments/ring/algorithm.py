@@ -20,7 +20,7 @@ latency α per message and 1/β bytes per second the ring takes 2(p − 1)·(α 
 once and decoded once: Yu et al., "GradiVeQ", NeurIPS 2018 (arXiv 1811.03617), Algorithm 1, pipelines this. While a
 compressed partial sum is on its way, the receiver compresses its own segment, and then adds the two payloads; in the
 all-gather it decompresses one segment while the next one is on its way. If payloads cannot be added, the receiver
-decodes, adds, and encodes again at every hop: p roundings instead of one (``errors.py``).
+decodes, adds, and encodes again at every hop: p roundings instead of one.
 
 :func:`ring` is the algorithm of one rank. :func:`ring_allreduce` runs it over MPI, :func:`simulate` runs p of them in
 threads of one process.

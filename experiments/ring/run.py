@@ -26,10 +26,11 @@ import pandas as pd
 from experiments.report import numbers, plots, results, tables
 from experiments.ring.algorithm import ring_allreduce
 from experiments.ring.codecs import Array, Chosen, Dense, Projection, Recoded, SegmentCodec
-from experiments.ring.errors import known_codecs, percent
 from hvdcompress import registry
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.mpi import Compressor  # before mpi4py, whose environment it sets
+from hvdcompress.parts import codecs
+from hvdcompress.parts.sums import Codec, Quantizer
 from hvdcompress.plan import settings_of
 
 from mpi4py import MPI  # isort: skip
@@ -38,6 +39,13 @@ Exchange = Callable[[Array], tuple[Array, float]]  #: a vector -> the sum over r
 METHODS = ("qsgd bits=4", "topk density=0.01", "scalecom density=0.01", "powersgd")
 WARM = 2  #: exchanges before the first that is timed: they compile kernels and open connections
 ADDED, CODED, OWN = "ring, payloads add", "ring, encoded again at every hop", "methods, their own collectives"
+
+
+def known_codecs() -> dict[str, Codec]:
+    """Return number formats by name, and the codecs of methods that consist of one, such as TernGrad."""
+    formats = {name: codecs.codec(name) for name in ("fp16", "bf16", "rangefloat12", "rangefloat8", "qsgd8", "qsgd4")}
+    methods = {id: registry.get(id) for id in registry.available() if id != "qsgd"}
+    return {**formats, **{id: each.codec for id, each in methods.items() if isinstance(each, Quantizer)}}
 
 
 def ways_of(n: int, methods: Sequence[str], comm: Any) -> dict[tuple[str, str], Exchange]:
@@ -117,7 +125,7 @@ def table(frame: pd.DataFrame) -> str:
     made = longest.groupby(["way", "kind"], as_index=False)[["seconds", "sent", "error"]].median()
     made.insert(3, "× MPI's", made.loc[made["way"] == "MPI", "seconds"].iloc[0] / made["seconds"])
     formats = {"seconds": numbers.seconds_of, "× MPI's": numbers.rate_of, "sent": numbers.num_bytes}
-    return tables.markdown(made.sort_values("seconds"), error=percent, **formats)
+    return tables.markdown(made.sort_values("seconds"), error="{:.2%}".format, **formats)
 
 
 def plot(frame: pd.DataFrame) -> plots.Figure:

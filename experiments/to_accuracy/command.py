@@ -16,7 +16,6 @@ app = typer.Typer(
     help="Seconds of training that each contender needs to a target accuracy, over emulated links.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,
 )
 
 
@@ -65,21 +64,19 @@ def train(
     lrs: Annotated[
         str, typer.Option(help="Factors of the learning rate; the best one of the first seed serves the others.")
     ] = "1",
-    rate: Annotated[str | None, typer.Option(help="Train over emulated hosts with such links, and time it.")] = None,
     driver: DriverOption = "ddp",
     device: DeviceOption = "cpu",
     folder: FolderOption = FOLDER,
 ) -> None:
     """Train each contender once per seed. Trainings that have a result are skipped.
 
-    Accuracy per step does not depend on the link, so it is measured without one. --rate measures both at once, over
-    emulated hosts, and proves that.
+    Accuracy per step does not depend on the link, so it is measured without one.
     """
     from experiments.to_accuracy.run import train_all
 
     chosen = races.split(",")
     names, factors = _names(contenders, chosen), [float(word) for word in lrs.split(",")]
-    train_all(_setting(folder, driver, device), chosen, names, seeds_of(seeds), factors, rate)
+    train_all(_setting(folder, driver, device), chosen, names, seeds_of(seeds), factors)
 
 
 @app.command("time")
@@ -108,8 +105,9 @@ def report(
     """Print a table per training and link."""
     from experiments.report import results, tables
     from experiments.to_accuracy.report import comparisons, table
+    from experiments.units import kept
 
-    found = results.grown("to-accuracy", folder)
+    found = kept(folder) if folder else results.load("to-accuracy")
     formats = {"milliseconds": "{:.0f}", "rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}"}
     for title, rows in comparisons(found):
         tables.show(table(rows), f"\n### {title}\n", **{column: text.format for column, text in formats.items()})

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from experiments.attach import DENSE, FP16, NOOP, POWERSGD
 from experiments.momentum import contenders
-from experiments.momentum.contenders import DENSE, Contender
-from experiments.momentum.tasks import Task
+from experiments.momentum.contenders import Contender
+from experiments.training.experiment import Task
 
-NOOP = "noop"  #: no communication: the lower bound of a step's time
-FP16 = "fp16"
-POWERSGD = "ddp_powersgd_r"  #: PyTorch's hook; the rank follows
 BASELINES = (NOOP, DENSE, FP16, *(f"{POWERSGD}{rank}" for rank in (1, 2, 4)))  #: Horovod has dense and fp16 alone
 
 

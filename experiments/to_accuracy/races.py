@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.momentum.tasks import Task
+from experiments.momentum.tasks import ADAMW, constant
+from experiments.training.experiment import Task
 
 
 @dataclass(frozen=True)
@@ -12,16 +13,16 @@ class Race:
     """A training on several ranks.
 
     Attributes:
-        task: net, data and optimizer.
-        steps: of a run.
-        every: steps between evaluations.
+        task: net, data, optimizer and number of steps.
         target: the held-out score to reach: accuracy in %, or bits per byte.
+        every: steps between evaluations.
+        ranks: how many.
     """
 
     task: Task
-    steps: int
-    every: int
     target: float
+    every: int = 20
+    ranks: int = 4
 
     def reached(self, score: float) -> bool:
         """Return whether a held-out score is as good as the target."""
@@ -29,25 +30,12 @@ class Race:
 
 
 RACES = {
-    # 5.8 million parameters
-    "mlp": Race(Task("mlp_wide", "fashion_mnist", "sgd", rate=0.05, momentum=0.9, ranks=4), 300, 20, 84.0),
-    # 3.2 million, nearly all of them in one linear layer behind two convolutions
-    "cnn": Race(Task("cnn_wide", "fashion_mnist", "sgd", rate=0.04, momentum=0.9, batch=16, ranks=4), 300, 20, 80.0),
-    # 0.7 million, all in convolutions
-    "resnet": Race(
-        Task("resnet", "fashion_mnist_short", "sgd", rate=0.025, momentum=0.9, batch=8, ranks=4), 500, 20, 75.0
-    ),
-    # 1.8 million
-    "transformer": Race(
-        Task("transformer_wide", "text32", "adamw", rate=0.002, momentum=0.9, batch=16, ranks=4), 400, 20, 3.0
-    ),
-    # 2.0 million
-    "lstm": Race(Task("lstm_wide", "text48", "sgd", rate=1.0, momentum=0.9, batch=8, clip=0.25, ranks=4), 400, 20, 2.7),
-    # For a GPU: 11 million parameters, nearly all in convolutions, and 19 million in six blocks
-    "resnet_wide": Race(
-        Task("resnet_wide", "fashion_mnist", "sgd", rate=0.05, momentum=0.9, batch=64, ranks=4), 400, 20, 75.0
-    ),
-    "transformer_deep": Race(
-        Task("transformer_deep", "text128", "adamw", rate=0.001, momentum=0.9, batch=16, ranks=4), 400, 20, 3.2
-    ),
+    "mlp": Race(constant("mlp_wide", "fashion_mnist_centred", 0.05, steps=300), 84.0),
+    "cnn": Race(constant("cnn_wide", "fashion_mnist_centred", 0.04, steps=300, batch_size=16), 80.0),
+    "resnet": Race(constant("resnet", "fashion_mnist_short", 0.025, steps=500, batch_size=8), 75.0),
+    "transformer": Race(constant("transformer_wide", "bytes32", 0.002, steps=400, batch_size=16, **ADAMW), 3.0),
+    "lstm": Race(constant("lstm_wide", "bytes48", 1.0, steps=400, batch_size=8, clip_norm=0.25), 2.7),
+    # for a GPU
+    "resnet_wide": Race(constant("resnet_wide", "fashion_mnist_centred", 0.05, steps=400), 75.0),
+    "transformer_deep": Race(constant("transformer_deep", "bytes128", 0.001, steps=400, batch_size=16, **ADAMW), 3.2),
 }

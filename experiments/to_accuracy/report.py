@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.momentum.contenders import DENSE, without_rate
-from experiments.report import statistics
-from experiments.to_accuracy.contenders import NOOP, baseline_of, parse
+from experiments.attach import DENSE, NOOP
+from experiments.momentum.contenders import without_rate
+from experiments.to_accuracy.contenders import baseline_of, parse
 from experiments.to_accuracy.races import RACES
 from experiments.to_accuracy.run import best, reached
-
-__all__ = ["comparisons", "outcomes", "table"]
+from hvdcompress.cli.advise.losses import gap_of
 
 SCORED = 5  #: the score is the mean of so many last evaluations
 COMPARISON = ["race", "device", "driver", "rate"]
@@ -36,8 +35,7 @@ def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
         frame: records of :mod:`run`, or ``results.load("to-accuracy")``.
     """
     trained: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    # accuracy per step does not depend on the link: of two trainings, the one without a link comes last, and counts
-    for record in frame[frame["kind"] == "train"].sort_values("rate").to_dict("records"):
+    for record in frame[frame["kind"] == "train"].to_dict("records"):
         key = record["race"], record["driver"], without_rate(record["contender"])
         trained.setdefault(key, []).append(record)
     rows = []
@@ -67,7 +65,7 @@ def comparisons(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         race = RACES[name]
         target = f"{race.target:g} {'%' if race.task.metric.higher_is_better else 'bits'}"
         on = ", on a GPU" if device == "cuda" else ""
-        yield f"{name}: {target}, {driver}, {race.task.ranks} hosts at {rate}{on}", rows
+        yield f"{name}: {target}, {driver}, {race.ranks} hosts at {rate}{on}", rows
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -99,5 +97,5 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _spread(values: pd.Series) -> str | None:
-    mean, low, high = statistics.interval(values)
+    mean, low, high = gap_of(values.tolist())
     return f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if len(values) > 1 else "") if len(values) else None

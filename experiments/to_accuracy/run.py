@@ -1,4 +1,4 @@
-"""Start ranks for trainings and for timings. Each result is a line of a file, so that the same command goes on.
+"""Start ranks for trainings and for timings. Results are kept as those of other units of work are.
 
 A record of a training has ``evaluations`` [step, seconds, score]; one of a timing has ``milliseconds`` of each step of
 each turn of one contender.
@@ -6,7 +6,6 @@ each turn of one contender.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,10 +18,8 @@ import numpy as np
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
 from experiments.momentum.contenders import at_rate, without_rate
-from experiments.report import jsonl
-from experiments.to_accuracy.races import RACES, Race
-
-__all__ = ["Setting", "best", "reached", "start", "time_all", "train", "train_all"]
+from experiments.to_accuracy.races import RACES
+from experiments.units import Unit, measure
 
 MODULE = "experiments.to_accuracy.rank"
 TIMEOUT = 1800.0  #: seconds of one launch
@@ -34,7 +31,7 @@ class Setting:
     """What trains, and where results are kept.
 
     Attributes:
-        folder: gets ``results.jsonl`` and a log.
+        folder: gets the results.
         driver: "ddp" or "horovod".
         device: "cpu", or "cuda" for one GPU that all ranks share.
     """
@@ -43,43 +40,36 @@ class Setting:
     driver: str = "ddp"
     device: str = "cpu"
 
-    @property
-    def results(self) -> Path:
-        """The file of the results."""
-        return self.folder / "results.jsonl"
+    def measured(self, labels: Record, **more: Any) -> list[Record]:
+        """Return the records of a launch of all ranks, which is made unless its results are kept.
 
-    def known(self, key: Record) -> list[Record]:
-        """Return the results with these values."""
-        return [record for record in jsonl.read(self.results) if all(record.get(k) == v for k, v in key.items())]
+        Args:
+            labels: of the records: the "kind", "train" or "time"; the "race"; the "rate" of the links of emulated hosts
+                (None for none); and others.
+            more: what the ranks need to know besides.
+        """
+        labels = {**labels, "driver": self.driver, "device": self.device}
+        race = RACES[labels["race"]]
+        settings = {"given": {**labels, **more}, "race": {**vars(race), "task": race.task.model_dump()}}
+        return measure([Unit(start, settings, labels)], self.folder, 1)[0]
 
 
-def start(do: str, race: str, setting: Setting, rate: str | None, **more: Any) -> list[Record]:
-    """Start all ranks of a race, on emulated hosts if there is a ``rate``, and return the records that rank 0 printed.
+def start(given: Record, race: Record) -> list[Record]:
+    """Start all ranks of a race, on emulated hosts if there is a ``rate``, and return what they measured.
+
+    Args:
+        given: what the ranks are told.
+        race: all settings of the race, which the results depend on.
 
     Raises:
         LaunchError: the ranks failed; the message has the end of their output.
         HostsError: emulated hosts cannot be set up.
     """
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    count = RACES[race].task.ranks
-    given = {"do": do, "race": race, "driver": setting.driver, "device": setting.device, **more}
-    driver: launch.Driver = "ddp" if setting.driver == "ddp" else "gloo"
-    log = setting.folder / "log.txt"
+    count, rate = race["ranks"], given["rate"]
+    driver: launch.Driver = "ddp" if given["driver"] == "ddp" else "gloo"
     hosts = Hosts(count, rate) if rate else None
     with hosts or nullcontext():
-        program = ["-m", MODULE, json.dumps(given)]
-        output = launch.run(program, count, driver, hosts=hosts, log=log, timeout=TIMEOUT)
-    # horovodrun puts the rank in front of each line
-    found = [json.loads(line[line.find('{"') :]) for line in output.splitlines() if '{"' in line and line[-1] == "}"]
-    if not found:
-        raise launch.LaunchError(f"{race}, {more}: ended without a result\n{launch.tail(log)}")
-    return found
-
-
-def _settings(race: Race) -> str:
-    """Return a hash of all settings of a race that its results depend on."""
-    text = json.dumps({**vars(race), "task": vars(race.task)}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return launch.records(["-m", MODULE, json.dumps(given)], count, driver, hosts=hosts, timeout=TIMEOUT)
 
 
 # -- trainings ----------------------------------------------------------------------------------------------
@@ -91,7 +81,6 @@ def train_all(
     contenders: Sequence[str],
     seeds: Sequence[int],
     factors: Sequence[float] = (1.0,),
-    rate: str | None = None,
 ) -> None:
     """Train what has no result yet.
 
@@ -107,22 +96,14 @@ def train_all(
             for contender in contenders:
                 tried = [at_rate(contender, factor) for factor in factors]
                 if seed != seeds[0] and len(tried) > 1:
-                    tried = [best([train(setting, race, name, seeds[0], rate) for name in tried])["contender"]]
+                    tried = [best([train(setting, race, name, seeds[0]) for name in tried])["contender"]]
                 for name in tried:
-                    train(setting, race, name, seed, rate)
+                    train(setting, race, name, seed)
 
 
-def train(setting: Setting, race: str, contender: str, seed: int, rate: str | None) -> Record:
+def train(setting: Setting, race: str, contender: str, seed: int) -> Record:
     """Return the result of a training: it is run if it has not been."""
-    key: Record = {"kind": "train", "race": race, "driver": setting.driver, "device": setting.device, "rate": rate}
-    key |= {"contender": contender, "seed": seed, "settings": _settings(RACES[race])}
-    if known := setting.known(key):
-        return known[0]
-    found = start("train", race, setting, rate, contender=contender, seed=seed)
-    if not found[-1].get("done"):
-        raise launch.LaunchError(f"{race} {contender} seed {seed} ended early")
-    record = {**key, "evaluations": [[each[word] for word in ("step", "seconds", "score")] for each in found[:-1]]}
-    jsonl.append(setting.results, record)
+    (record,) = setting.measured({"kind": "train", "race": race, "rate": None, "contender": contender, "seed": seed})
     step = reached(record)
     words = f"target after {step} steps" if step else "target not reached"
     print(f"{race} {contender}, seed {seed}: {words}, {record['evaluations'][-1][2]:.2f} at the end", flush=True)
@@ -157,14 +138,10 @@ def time_all(
         LaunchError, HostsError: see :func:`start`.
         Stopped: Ctrl-C. Links that are finished are kept.
     """
-    given: Record = {"contenders": list(dict.fromkeys(map(without_rate, contenders))), "rounds": rounds, "turn": turn}
+    names = list(dict.fromkeys(map(without_rate, contenders)))
     for rate in rates:
         for race in races:
-            key: Record = {"kind": "time", "race": race, "driver": setting.driver, "device": setting.device}
-            key |= {"rate": rate, "rounds": rounds, "turn": turn, "settings": _settings(RACES[race])}
-            if {record["contender"] for record in setting.known(key)} >= set(given["contenders"]):
-                continue
-            for each in start("time", race, setting, rate, **given):
-                jsonl.append(setting.results, {**key, **each})
+            labels = {"kind": "time", "race": race, "rate": rate, "rounds": rounds, "turn": turn}
+            for each in setting.measured(labels, contenders=names):
                 median = np.median(np.concatenate(each["milliseconds"]))
                 print(f"{race} at {rate}: {each['contender']} {median:.0f} ms", flush=True)

@@ -86,17 +86,20 @@ def _train(
     resume: bool = False,
 ) -> None:
     from experiments.cluster.launch import has_horovod, stoppable
-    from experiments.report.folders import choose, users_own
+    from experiments.report.folders import choose
     from experiments.training.report import publish
     from experiments.training.run import check, prepare, train
 
     driver = driver or ("horovod" if has_horovod() else "ddp")
-    check(experiment, driver)
+    if driver != "ddp" and not has_horovod():
+        raise ValueError(f"--driver {driver}: Horovod is not installed for this Python; launch/setup.sh builds it")
+    check(experiment)
     folder = choose(experiment.name if driver == "horovod" else f"{experiment.name}-{driver}", out, resume)
     shared = "shared memory" if driver == "horovod" else "TCP on the loopback interface"
-    with users_own(folder), stoppable():
+    with stoppable():
         prepare(folder, experiment, driver, str(network or shared))
-        print(f"{experiment.name}: {len(experiment.runs())} runs on {experiment.ranks} ranks → {folder}", flush=True)
+        place = str(network or f"{experiment.ranks} ranks")
+        print(f"{experiment.name}: {len(experiment.runs())} runs on {place} → {folder}", flush=True)
         try:
             with network or contextlib.nullcontext():
                 finished = train(experiment, folder, driver, network)

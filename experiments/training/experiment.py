@@ -7,31 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
+from experiments.configfile import NAME, ConfigFile, Entry, MethodEntry, Real
+from experiments.training.tasks import TASKS, Metric
 
-__all__ = ["Experiment", "Run", "Task"]
 
+class Task(Entry):
+    """One task and how it is trained: by default SGD with momentum, a linear warm-up and a cosine to zero."""
 
-class Task(BaseModel):
-    """One task and how it is trained: SGD with momentum, a linear warm-up and a cosine to zero."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
+    named_by = "task"
     task: str
     """The task's id in ``tasks.py``."""
     net: str | None = None
     """The net that learns it, one of ``tasks.NETS``; the task's own unless given."""
-    label: Label
-    """The name used in tables; the id unless given."""
     steps: int = Field(600, ge=1)
     batch_size: int = Field(32, ge=1)
     """Examples per rank and step."""
+    optimizer: Literal["sgd", "adamw", "rmsprop", "adagrad"] = "sgd"
     learning_rate: Real = Field(0.05, gt=0)
     """The largest one, reached after ``warmup_steps``."""
     warmup_steps: int = Field(50, ge=0)
+    decays: bool = True
+    """Whether the learning rate falls to zero with a cosine, or stays."""
     momentum: Real = Field(0.9, ge=0, lt=1)
+    """That of SGD or RMSprop, or AdamW's beta1; Adagrad has none."""
     weight_decay: Real = Field(0.0, ge=0)
     clip_norm: Real | None = Field(None, gt=0)
     """Bound on the norm of the whole gradient."""
@@ -39,6 +39,11 @@ class Task(BaseModel):
     """What ``clip_norm`` bounds. "after": the averaged gradient, once exchanged. "before": each rank's own, before it
     meets its residual; simulated ranks only."""
     log_every: int = Field(10, ge=1)
+
+    @property
+    def metric(self) -> Metric:
+        """The held-out measure."""
+        return TASKS[self.task].metric
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,6 @@ class Run:
     method: MethodEntry
     seed: int
     ranks: int
-    framework: str = "torch"
 
     @property
     def id(self) -> str:
@@ -60,8 +64,7 @@ class Run:
     def spec(self) -> dict[str, Any]:
         """Everything that its result depends on, as plain data."""
         task, method = self.task.model_dump(exclude={"log_every"}), self.method.model_dump(exclude_none=True)
-        spec = {"task": task, "method": method, "seed": self.seed, "ranks": self.ranks}
-        return spec if self.framework == "torch" else {**spec, "framework": self.framework}
+        return {"task": task, "method": method, "seed": self.seed, "ranks": self.ranks}
 
 
 class Experiment(ConfigFile):
@@ -71,7 +74,6 @@ class Experiment(ConfigFile):
 
         name: quickstart            # results go to runs/quickstart/
         ranks: 2
-        framework: torch            # or tensorflow
         seeds: [0]
         tasks:
           - task: digits            # an id in tasks.py; the other keys are those of Task below
@@ -86,20 +88,15 @@ class Experiment(ConfigFile):
     """
 
     what = "experiment"
-    entries = {"tasks": Task}
 
     name: str = Field("experiment", pattern=NAME)
     ranks: int = Field(2, ge=1, le=1024)
-    framework: Literal["torch", "tensorflow"] = "torch"
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
-    tasks: list[Annotated[Task, with_label("task")]] = Field(min_length=1)
-    methods: list[Annotated[MethodEntry, with_label("method")]] = Field(min_length=1)
+    tasks: list[Task] = Field(min_length=1)
+    methods: list[MethodEntry] = Field(min_length=1)
 
-    def _check(self) -> None:
-        for number, entry in enumerate(self.methods):
-            self._check_plan(number, entry.settings)
-        for key in ("tasks", "methods"):
-            self._check_labels(key)
+    def _check(self, taken: Sequence[str] = ()) -> None:
+        super()._check(taken)
         if len(set(self.seeds)) < len(self.seeds):
             raise self.error(("seeds",), f"{self.seeds} holds a seed twice")
         if len({run.id for run in self.runs()}) < len(self.runs()):
@@ -108,10 +105,7 @@ class Experiment(ConfigFile):
     def runs(self) -> list[Run]:
         """Every training, task by task, so that the methods to compare come one after the other."""
         return [
-            Run(task, method, seed, self.ranks, self.framework)
-            for task in self.tasks
-            for seed in self.seeds
-            for method in self.methods
+            Run(task, method, seed, self.ranks) for task in self.tasks for seed in self.seeds for method in self.methods
         ]
 
     def override(
@@ -126,8 +120,8 @@ class Experiment(ConfigFile):
         Raises:
             ValueError: there is no such label.
         """
-        kept_tasks = self._pick("tasks", tasks, "task")
+        kept_tasks = self.pick("tasks", tasks)
         if steps is not None:
             kept_tasks = [task.model_copy(update={"steps": steps}) for task in kept_tasks]
-        kept = self._pick("methods", methods, "method")
+        kept = self.pick("methods", methods)
         return self.model_copy(update={"tasks": kept_tasks, "methods": kept, "ranks": ranks or self.ranks})

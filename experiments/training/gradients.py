@@ -9,8 +9,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-__all__ = ["Gradients", "load", "save"]
-
 Gradients = list[list[dict[str, np.ndarray[Any, Any]]]]  # [step][rank][name]
 
 

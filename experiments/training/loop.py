@@ -1,24 +1,23 @@
-"""The training loop of every framework and driver: from a run's seed to the events of its result."""
+"""The training loop of every driver: from a run's seed to the events of its result."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from experiments.report import jsonl
 from experiments.training.experiment import Run, Task
-from experiments.training.tasks import TASKS, Batch, Bytes, Images
+from experiments.training.tasks import Batch, data_of
 
 if TYPE_CHECKING:
-    from experiments.training.torch_trainer import DdpRanks
+    from experiments.training.trainers import DdpRanks, Trainer
 
-__all__ = ["Diverged", "Trainer", "learning_rate", "sums", "train"]
 
 UNTIMED_STEPS = 10  # the first steps compile kernels and fill Horovod's caches: not part of the step time
 EVALUATIONS = 8  # of the held-out set, evenly over the steps
@@ -29,37 +28,18 @@ class Diverged(Exception):
     """The loss is not finite any more; raised by every rank in the same step."""
 
 
-class Trainer(Protocol):
-    """One run's net, optimizer and compression, in some framework."""
-
-    compressor: Any  #: the Compressor; it knows its tensors by now
-
-    def parameters(self) -> dict[str, np.ndarray]:
-        """Return all parameters by name, as they are now."""
-
-    def step(self, batch: Batch, rate: float) -> float:
-        """Forward, backward, exchange, update with this learning rate; return this rank's loss."""
-
-    def compute(self, batch: Batch) -> None:
-        """Forward and backward without an exchange or an update, to be timed."""
-
-    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
-        """Return sums over batches: negative log-likelihood, how many are right, and how many there are."""
-
-
 def learning_rate(task: Task, step: int) -> float:
-    """Return the rate of a step: linear warm-up, then a cosine from the peak to zero."""
+    """Return the rate of a step: linear warm-up, then a cosine from the peak to zero if the task's rate decays."""
     warm = min(1.0, (step + 1) / max(1, task.warmup_steps))
-    return task.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / task.steps))
+    return task.learning_rate * warm * (0.5 * (1 + math.cos(math.pi * step / task.steps)) if task.decays else 1.0)
 
 
-def train(ranks: DdpRanks, run: Run, data: Images | Bytes, trainer: Trainer, file: Path, **notes: Any) -> None:
+def train(ranks: DdpRanks, run: Run, trainer: Trainer, file: Path, **notes: Any) -> None:
     """Train one run, and write its events on rank 0: start, step …, finished.
 
     Args:
         ranks: all ranks of the launch: :class:`DdpRanks`, or a module of Horovod, which has the same functions.
         run: what is trained.
-        data: of its task.
         trainer: at its initial parameters.
         file: of the events, JSON lines.
         notes: further facts of the ``start`` event.
@@ -68,7 +48,9 @@ def train(ranks: DdpRanks, run: Run, data: Images | Bytes, trainer: Trainer, fil
         Diverged: the loss is not finite.
         RuntimeError: the ranks' parameters differ in the end.
     """
-    task, compressor, ledger = run.task, trainer.compressor, trainer.compressor.ledger
+    task, compressor, data = run.task, trainer.compressor, data_of(run.task.task)
+    assert compressor
+    ledger = compressor.ledger
     sizes = [parameter.size for parameter in trainer.parameters().values()]
 
     def say(event: str, **values: Any) -> None:
@@ -77,7 +59,7 @@ def train(ranks: DdpRanks, run: Run, data: Images | Bytes, trainer: Trainer, fil
 
     def score() -> float:
         mine = trainer.evaluate(data.held_out(ranks.rank(), ranks.size()))
-        return TASKS[task.task].metric.value(*sums(ranks, mine, "score"))
+        return task.metric.value(*sums(ranks, mine, "score"))
 
     print(f"[{run.id}] {compressor.describe()}", flush=True)
     say("start", spec=run.spec(), parameters=sum(sizes), describe=compressor.describe(), **notes)

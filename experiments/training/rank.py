@@ -1,6 +1,6 @@
 """Train the runs of an experiment that have no result yet. Every rank runs this module.
 
-    horovodrun -np 2 python -m experiments.training.rank horovod runs/quickstart
+    mpirun -np 2 python -m experiments.training.rank horovod runs/quickstart
     torchrun --nproc-per-node 2 -m experiments.training.rank ddp runs/quickstart
 
 ``python -m experiments run`` builds such a line. Rank 0 appends events to ``metrics/RUN.jsonl``; a run whose file ends
@@ -15,62 +15,36 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import torch
 
 import hvdcompress
 from experiments.report import jsonl
 from experiments.training.experiment import Experiment
 from experiments.training.loop import Diverged, train
-from experiments.training.tasks import TASKS
-
-if TYPE_CHECKING:
-    from experiments.training.torch_trainer import DdpRanks
-
-
-def framework_of(driver: str) -> tuple[DdpRanks, Callable[..., Any], str]:
-    """Return the ranks, the trainer and the framework's version of a driver: horovod, ddp or tensorflow."""
-    if driver == "tensorflow":
-        import horovod.tensorflow as hvd
-        import tensorflow
-
-        from experiments.training.tensorflow_trainer import TensorflowTrainer
-
-        return hvd, TensorflowTrainer, f"TensorFlow {tensorflow.__version__}"
-    import torch
-
-    torch.set_num_threads(1)  # one core per rank: threads of several ranks would fight for the same ones
-    from experiments.training import torch_trainer
-
-    if driver == "ddp":
-        return torch_trainer.DdpRanks(), torch_trainer.DdpTrainer, f"PyTorch {torch.__version__}"
-    import horovod.torch as hvd
-
-    return hvd, torch_trainer.HorovodTrainer, f"PyTorch {torch.__version__}"
+from experiments.training.trainers import Trainer, join
 
 
 def main() -> None:
     """Train what is left."""
     driver, folder = sys.argv[1], Path(sys.argv[2])
-    ranks, trainer_of, framework = framework_of(driver)
-    ranks.init()
+    ranks = join(driver)
     launch = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
-    versions = {"python": platform.python_version(), "hvdcompress": hvdcompress.__version__, "framework": framework}
+    versions = {"python": platform.python_version(), "hvdcompress": hvdcompress.__version__}
+    versions["framework"] = f"PyTorch {torch.__version__}"
     runs = Experiment.open(folder / "config.yaml").runs()
     files = {run.id: folder / "metrics" / f"{run.id}.jsonl" for run in runs}
     # Rank 0 decides: files of a shared file system may look older on other hosts.
     ended = [id for id, file in files.items() if any(e["event"] in ("finished", "failed") for e in jsonl.read(file))]
     ended = ranks.allgather_object(ended, name="ended")[0]
-    name, data = "", None  # one task's at a time
     for run in runs:
         if run.id in ended:
             continue
         file = files[run.id]
         try:
-            if data is None or run.task.task != name:
-                name, data = run.task.task, TASKS[run.task.task].load()
-            train(ranks, run, data, trainer_of(run, data), file, launch=launch, versions=versions)
+            trainer = Trainer(driver, run.task, {"seed": run.seed, **run.method.settings}, run.seed)
+            train(ranks, run, trainer, file, launch=launch, versions=versions)
         except Diverged as error:
             if ranks.rank() == 0:
                 jsonl.append(file, {"event": "failed", "error": str(error)})

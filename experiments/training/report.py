@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.cluster.rates import HEADERS, Rate
+from experiments.cluster.rates import HEADERS, bits_of, title
 from experiments.report import jsonl, numbers, plots, results, statistics, tables
 from experiments.training.experiment import Experiment
-from experiments.training.tasks import TASKS
-
-__all__ = ["predicted", "publish", "records", "table"]
 
 LINKS = ("100mbit", "1gbit", "10gbit")  #: for which a step's time is predicted
 LAST = 0.05  # the loss is the mean over so much of the steps, at the end
@@ -55,7 +52,7 @@ def records(folders: Sequence[Path]) -> pd.DataFrame:
                 "ranks": run.ranks,
                 "error": of.get("failed", {}).get("error"),
                 "loss": float(np.mean([each["loss"] for each in steps if each["step"] > last])) if end else None,
-                "unit": TASKS[run.task.task].metric.unit,
+                "unit": run.task.metric.unit,
                 **{key: end.get(key) for key in ("score", "step_s", "codec_s", "computing_s")},
                 **{key: end.get(key) for key in ("sent_bytes", "wire_bytes", "dense_bytes")},
                 "scores": [[each["step"], each["score"]] for each in steps if "score" in each],
@@ -67,7 +64,7 @@ def records(folders: Sequence[Path]) -> pd.DataFrame:
 
 def predicted(computing: float, codec: float, wire_bytes: float, link: str) -> float:
     """Return the seconds of a step over a link: computing, codec, and the bytes on the wire with their headers."""
-    return computing + codec + 8 * (1 + HEADERS) * wire_bytes / Rate.parse(link).slower
+    return computing + codec + 8 * (1 + HEADERS) * wire_bytes / bits_of(link)
 
 
 def table(frame: pd.DataFrame, task: str) -> str:
@@ -97,9 +94,9 @@ def table(frame: pd.DataFrame, task: str) -> str:
             row["against dense"] = f"{gap['mean']:+.{digits}f}{spread}".replace("-", "−")
         row["step, measured"] = ended["step_s"].mean()
         for link in LINKS:
-            title = f"predicted, {Rate.parse(link)}"
-            row[title] = predicted(computing, ended["codec_s"].mean(), ended["wire_bytes"].mean(), link)
-            formats[title] = numbers.seconds_of
+            column = f"predicted, {title(link)}"
+            row[column] = predicted(computing, ended["codec_s"].mean(), ended["wire_bytes"].mean(), link)
+            formats[column] = numbers.seconds_of
         rows.append(row)
     return tables.markdown(pd.DataFrame(rows), **formats)
 
@@ -141,5 +138,5 @@ def _error() -> str:
     """Return how far predictions were from measured steps, by link."""
     found = results.load("training-predicted")
     worst = (1 - found["predicted_s"] / found["measured_s"]).groupby(found["rate"]).max()
-    first, second, last = (f"{worst[link]:.0%} at {Rate.parse(link)}" for link in LINKS)
+    first, second, last = (f"{worst[link]:.0%} at {title(link)}" for link in LINKS)
     return f"Predictions of uncompressed and fp16 steps of four nets were up to {first}, {second} and {last} too low."

@@ -11,27 +11,21 @@ from typing import Any
 
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.rates import speed
 from experiments.report import jsonl
 from experiments.report.numbers import seconds_of
 from experiments.training.experiment import Experiment, Run
 from experiments.training.tasks import TASKS, net_of
 from hvdcompress.registry import suggest
 
-__all__ = ["check", "prepare", "train"]
-
 RANK = "experiments.training.rank"  #: the module of every rank
 
 
-def check(experiment: Experiment, driver: launch.Driver) -> None:
+def check(experiment: Experiment) -> None:
     """Refuse tasks that do not exist, or cannot be trained like this here, before any rank starts.
 
     Raises:
         ValueError: the message names the file, the line and the key.
     """
-    tensorflow = experiment.framework == "tensorflow"
-    if tensorflow and driver == "ddp":
-        raise ValueError(f"--driver ddp is PyTorch's, and {experiment.name!r} is of framework tensorflow")
     for number, task in enumerate(experiment.tasks):
         if task.task not in TASKS:
             text = f"unknown task {task.task!r}{suggest(task.task, list(TASKS))}; known: {', '.join(TASKS)}"
@@ -39,13 +33,11 @@ def check(experiment: Experiment, driver: launch.Driver) -> None:
         if problem := TASKS[task.task].missing():
             raise experiment.error(("tasks", number, "task"), problem)
         try:
-            net = net_of(task.task, task.net)
+            net_of(task.task, task.net)
         except ValueError as error:
             raise experiment.error(("tasks", number, "net"), str(error)) from None
         if task.clip == "before":
             raise experiment.error(("tasks", number, "clip"), "must be after, unless ranks are simulated")
-        if tensorflow and (net != "digits_net" or task.clip_norm):
-            raise experiment.error(("tasks", number), "TensorFlow trains the net digits_net without clipping")
 
 
 def prepare(folder: Path, experiment: Experiment, driver: str, link: str) -> None:
@@ -77,7 +69,7 @@ def prepare(folder: Path, experiment: Experiment, driver: str, link: str) -> Non
     (folder / "launch.json").write_text(json.dumps(launched) + "\n", encoding="utf-8")
 
 
-def train(experiment: Experiment, folder: Path, driver: launch.Driver, hosts: Hosts | None = None) -> bool:
+def train(experiment: Experiment, folder: Path, driver: str, hosts: Hosts | None = None) -> bool:
     """Launch ranks until every run has a result; a run that kills its ranks is marked as failed, and skipped.
 
     Args:
@@ -93,16 +85,12 @@ def train(experiment: Experiment, folder: Path, driver: launch.Driver, hosts: Ho
         LaunchError: the ranks ended before they began a run.
         Stopped: Ctrl-C. Every rank has ended, and finished runs are kept.
     """
-    if hosts:
-        reached = [speed(bits) for bits in hosts.measure()]
-        print(f"{hosts}; TCP streams got across {', '.join(reached)}", flush=True)
-        file = folder / "launch.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "reached": reached}) + "\n", encoding="utf-8")
-    program = ("-m", RANK, "tensorflow" if experiment.framework == "tensorflow" else driver, str(folder))
+    program = ("-m", RANK, driver, str(folder))
+    launcher: launch.Driver = "mpi" if driver == "horovod" else "gloo" if driver == "gloo" else "ddp"
     log, progress = folder / "log.txt", Progress(experiment.runs(), folder)
     while waiting := progress.waiting():
         try:
-            launch.run(program, experiment.ranks, driver, hosts=hosts, log=log, poll=progress)
+            launch.run(program, experiment.ranks, launcher, hosts=hosts, log=log, poll=progress)
         except launch.LaunchError as error:
             progress()
             left = progress.waiting()
@@ -147,7 +135,7 @@ class Progress:
             if run not in waiting and run.id not in self.said:
                 self.said.add(run.id)
                 end = next(e for e in self.events[run.id] if e["event"] in ("finished", "failed"))
-                unit = TASKS[run.task.task].metric.unit
+                unit = run.task.metric.unit
                 words = end.get("error") or f"{end['score']:.2f} {unit}, {seconds_of(end['step_s'])} per step"
                 seed = f" seed {run.seed}" if run.seed else ""
                 print(f"[{number}/{len(self.runs)}] {run.task.label} {run.method.label}{seed}: {words}", flush=True)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
-from experiments.training import gradients, models_torch
+from experiments.training import gradients
+from experiments.training.experiment import Task
+from experiments.training.simulate import Simulation
 from experiments.training.tasks import TASKS, net_of
 
 
@@ -44,27 +44,17 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0, help="of the initial parameters and the batches")
     given = parser.parse_args()
-    torch.manual_seed(given.seed)
-    torch.set_num_threads(1)
     try:
         net = net_of(given.task, given.net)
         if problem := TASKS[given.task].missing():
             raise ValueError(problem)
-        data = TASKS[given.task].load()
     except ValueError as error:
         parser.error(str(error))
-    model = models_torch.build(net, data)
+    sizes = {"steps": given.steps, "batch_size": given.batch_size, "learning_rate": given.learning_rate}
+    task = Task(label=net, task=given.task, net=net, warmup_steps=0, decays=False, **sizes)
     chosen = windows(given.steps, given.window) if given.last is None else range(given.steps - given.last, given.steps)
-    sgd = torch.optim.SGD(model.parameters(), lr=given.learning_rate, momentum=0.9)
-    batches = [data.batches(rank, given.ranks, given.seed, given.batch_size) for rank in range(given.ranks)]
-    kept: gradients.Gradients = []
-    for step in range(given.steps):
-        ranks = [models_torch.gradients_of(model, next(shares))[0] for shares in batches]
-        if step in chosen:
-            kept.append(ranks)
-        for name, parameter in model.named_parameters():
-            parameter.grad = torch.stack([torch.from_numpy(one[name]) for one in ranks]).mean(dim=0)
-        sgd.step()
+    moments = Simulation(task, {"method": "none"}, given.ranks, given.seed).steps()
+    kept = [moment.gradients for moment in moments if moment.step in chosen]
     gradients.save(given.file, kept)
     print(f"{given.file}: {len(kept)} steps of {given.ranks} ranks, {len(kept[0][0])} tensors")
 

@@ -1,6 +1,6 @@
 """The training tasks of experiments: data in memory, the batches that ranks draw, and the net that learns it.
 
-A new task is a loader and a line in :data:`TASKS`; a new net is one in ``models_torch.py`` and a line in :data:`NETS`.
+A new task is a loader and a line in :data:`TASKS`; a new net is one in ``models_torch.py`` and a name in :data:`NETS`.
 Any net of a task's kind can learn it: ``{task: fashion_mnist, net: lenet5}``. This file needs no framework, so that
 ``experiments run`` checks names before it starts any rank.
 """
@@ -11,16 +11,14 @@ import gzip
 import math
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdcompress.registry import suggest
-
-__all__ = ["ACCURACY", "BITS_PER_BYTE", "NETS", "TASKS", "Batch", "Bytes", "Images", "Metric", "Task", "net_of"]
-__all__ += ["prepare", "split"]
 
 Batch = tuple[np.ndarray, np.ndarray]  # inputs, and the int64 class of each
 HELD_OUT_BATCH = 64  #: windows of text per forward pass
@@ -155,6 +153,20 @@ def fashion_mnist(folder: Path = FASHION_MNIST) -> Images:
     return Images(x, y, x_held_out, y_held_out, classes=int(y.max()) + 1)
 
 
+def scaled_fashion_mnist(mean: float, deviation: float = 1.0, held_out: int = 10_000) -> Images:
+    """Return Fashion-MNIST with pixels 0..1, minus ``mean``, divided by ``deviation``, as float32.
+
+    The first ``held_out`` of the held-out images are kept.
+    """
+    raw = fashion_mnist()
+
+    def scaled(x: np.ndarray) -> np.ndarray:
+        return ((x.astype(np.float32) / 255 - mean) / deviation).astype(np.float32)
+
+    x_held_out, y_held_out = raw.x_held_out[:held_out], raw.y_held_out[:held_out]
+    return replace(raw, x=scaled(raw.x), x_held_out=scaled(x_held_out), y_held_out=y_held_out)
+
+
 def _idx(file: Path) -> np.ndarray:
     """Return the array of a gzip'd IDX file: 0, 0, type 8 (bytes), dimensions, each size as big-endian int32, data."""
     raw = gzip.decompress(file.read_bytes())
@@ -181,6 +193,11 @@ def stdlib_bytes(max_bytes: int = 4_000_000) -> Bytes:
     if min(len(train), len(held_out)) < 1000:
         raise ValueError(f"the task 'bytes' found only {total} bytes of Python source under {root}")
     return Bytes(train, held_out)
+
+
+def windows(context: int) -> Bytes:
+    """Return that source text in windows of ``context`` bytes; 256 windows are held out."""
+    return replace(stdlib_bytes(), context=context, windows_held_out=256)
 
 
 # -- what can be trained ------------------------------------------------------------------------
@@ -218,12 +235,32 @@ TASKS = {
     "digits": Task(digits, "digits_net", ACCURACY),
     "noisy_digits": Task(noisy_digits, "digits_net", ACCURACY),
     "fashion_mnist": Task(fashion_mnist, "lenet5", ACCURACY, FASHION_MNIST),
+    "fashion_mnist_centred": Task(partial(scaled_fashion_mnist, 0.286), "mlp", ACCURACY, FASHION_MNIST),
+    "fashion_mnist_short": Task(  # for nets whose evaluation takes long
+        partial(scaled_fashion_mnist, 0.286, held_out=2000), "resnet", ACCURACY, FASHION_MNIST
+    ),
+    "fashion_mnist_example": Task(  # as pytorch_mnist.py scales MNIST
+        partial(scaled_fashion_mnist, 0.1307, 0.3081), "mnist_example", ACCURACY, FASHION_MNIST
+    ),
     "bytes": Task(stdlib_bytes, "byte_transformer", BITS_PER_BYTE),
+    **{f"bytes{context}": Task(partial(windows, context), "transformer", BITS_PER_BYTE) for context in (32, 48, 128)},
 }
 NETS = {
-    "pictures": ("digits_net", "fnn3", "lenet5", "resnet", "resnet20"),
-    "text": ("byte_transformer", "byte_lstm"),
-}  #: by the kind of data that they learn; TensorFlow has digits_net alone
+    "pictures": (
+        *("digits_net", "fnn3", "lenet5", "resnet", "resnet20", "resnet_wide"),
+        *("mlp", "mlp_wide", "cnn", "cnn_wide", "mnist_example"),
+    ),
+    "text": (
+        *("byte_transformer", "transformer", "transformer_wide", "transformer_deep"),
+        *("byte_lstm", "lstm", "lstm_wide"),
+    ),
+}  #: by the kind of data that they learn
+
+
+@cache
+def data_of(task: str) -> Images | Bytes:
+    """Return a task's data, read once per process."""
+    return TASKS[task].load()
 
 
 def net_of(task: str, net: str | None) -> str:

@@ -6,6 +6,7 @@ How gradients arrive and how ranks communicate belongs to the drivers: ``ddp/``,
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -140,6 +141,7 @@ class TensorCompressor(compressor.Compressor):
         self._refuse_two_drivers()
         myself = weakref.ref(self)  # a strong reference would be a cycle, and delay freeing the residuals
         self.framework = TorchFramework(ops == "torch", lambda: _all_parameters(myself()))
+        self.local.copy = lambda parts: _concatenated(parts, myself())
         specs = self._group({})
         methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
         self._adapts = any(map(momentum.adapts, methods))
@@ -226,17 +228,11 @@ class TensorCompressor(compressor.Compressor):
         """
         snapshot.check(saved)
         ages = snapshot.ages(saved["steps"], saved["restarts"])
-        any_parameter = next(iter(self.parameters.values()), torch.zeros(0))
-
-        def copy(parts: list[Any]) -> Any:
-            joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(any_parameter.device)
-            return self.framework.flat(joined)
-
         before = (self.buckets, self._bucket_and_index, self.local.placement)
         self.local.adopt_owners(saved)
         self._group(ages)
         try:
-            self.local.load_state_dict(saved, copy, self._buckets())
+            self.local.load_state_dict(saved, self._buckets())
         except ValueError:
             self.buckets, self._bucket_and_index, self.local.placement = before
             raise
@@ -281,6 +277,46 @@ class TensorCompressor(compressor.Compressor):
             plain = {name: text.removesuffix(FROZEN) for name, text in self._terms.tensors.items()}
             tensors = {name: text + FROZEN * (name in frozen) for name, text in plain.items()}
             self._terms = SharedConfig(self._terms.plan, tensors)
+
+    def allreduce(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Average named tensors over all ranks, in place, without a backward pass.
+
+        For programs with a loop of their own, such as :class:`hvdcompress.local_steps.LocalSteps`. Give the Compressor
+        to no optimizer and to no model then. All ranks call it equally often. If any element of any rank is Inf or NaN,
+        all tensors become NaN on all ranks, and the state does not change.
+
+        Args:
+            tensors: one tensor for each parameter that the Compressor was given, by its name, in its shape.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape on this rank; the other ranks raise PeerError.
+            PeerError: a rank failed, or the ranks disagree; on every rank, with the same message.
+            RuntimeError: a step is in progress.
+        """
+        self._refuse_in_step("call allreduce() between steps")
+        began = time.perf_counter()
+        with torch.no_grad():
+            self._run_step(lambda step: self._add_named(step, tensors))
+        self.local.note_step(began, time.perf_counter())
+
+    def _run_step(self, add: Callable[[Step], None]) -> None:
+        """Run one step of the engine, outside of a backward pass.
+
+        Args:
+            add: function that adds all gradients to the step.
+        """
+        raise NotImplementedError(f"allreduce() is not available under {self.driver}")
+
+    def _add_named(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add all tensors of :meth:`allreduce`, bucket by bucket."""
+        if tensors.keys() != self.parameters.keys():
+            different = log.first_names(sorted(tensors.keys() ^ self.parameters.keys()))
+            raise ValueError(f"allreduce() needs one tensor for each parameter of the Compressor; check {different}")
+        for bucket in self.buckets.values():
+            members = [tensors[member.name] for member in bucket.members]
+            vectors = [self.framework.vector(step, bucket, tensor) for tensor in members]
+            with step.batch():
+                step.add(bucket, range(len(vectors)), vectors)
 
     # -- the optimizer --------------------------------------------------------------------------------------
 
@@ -339,6 +375,13 @@ class TensorCompressor(compressor.Compressor):
     def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
         """Return the parameters that make up each exchanged tensor, by tensor name; under FSDP there are several."""
         return {name: [parameter] for name, parameter in self.parameters.items()}
+
+
+def _concatenated(parts: Sequence[Any], compressor: TensorCompressor | None) -> Any:
+    """Concatenate arrays of any library and device into a new vector, as ``framework.flat`` returns for a parameter."""
+    assert compressor is not None  # it owns the RankState that calls this function
+    device = next(iter(compressor.parameters.values()), torch.zeros(0)).device
+    return compressor.framework.flat(torch.cat([torch.as_tensor(part).reshape(-1).to(device) for part in parts]))
 
 
 def _all_parameters(compressor: TensorCompressor | None) -> Mapping[str, torch.nn.Parameter]:

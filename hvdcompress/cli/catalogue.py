@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import textwrap
-from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
-from pydantic import TypeAdapter
 from rich.markup import escape
 
 from hvdcompress import registry
@@ -19,35 +16,12 @@ from hvdcompress.method import Method
 from hvdcompress.plan.reading import AUTO
 
 WIDTH = 100  #: characters of a line of a configuration
-BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}  #: by the key of a field's JSON schema
+COLUMN = 34  #: characters of the column of legal values
 
 
-class Option(NamedTuple):
-    """A hyper-parameter of a method: its name, its default, the legal values in words, and what it means."""
-
-    name: str
-    default: Any
-    values: str
-    about: str
-
-
-def legal(schema: Mapping[str, Any]) -> str:
-    """Return the values that a field's JSON schema allows, such as 'integer, ≥ 1; or null'; empty for any text."""
-    if "anyOf" in schema:
-        return "; or ".join(map(legal, schema["anyOf"]))
-    if "enum" in schema:
-        return " | ".join(map(str, schema["enum"]))
-    bounds = " and ".join(f"{sign} {schema[key]:g}" for key, sign in BOUNDS.items() if key in schema)
-    kind = {"boolean": "true | false", "string": ""}.get(schema["type"], schema["type"])
-    return f"{kind}, {bounds}" if bounds else kind
-
-
-def options(cls: type[Method]) -> list[Option]:
-    """Return a method's hyper-parameters: its own first, then those that all methods have."""
-    schemas, about = TypeAdapter(cls).json_schema()["properties"], registry.field_docs(cls)
-    found = [Option(f.name, f.default, legal(schemas[f.name]), about.get(f.name, "")) for f in fields(cls)]
-    own = list(inspect.get_annotations(cls))
-    return sorted(found, key=lambda one: own.index(one.name) if one.name in own else len(own))
+def options(cls: type[Method]) -> list[registry.Option]:
+    """Return a method's hyper-parameters, with the legal values as plain text instead of Markdown."""
+    return [one._replace(values=one.values.replace("`", "")) for one in registry.options(cls)]
 
 
 def as_dict(id: str) -> dict[str, Any]:
@@ -76,7 +50,12 @@ def describe(id: str) -> None:
         is_text = not paragraph.startswith((" ", ">>>"))  # neither an equation nor an example
         text = "\n- ".join(" ".join(item.split()) for item in paragraph.split("\n- ")) if is_text else paragraph
         console.print(f"{escape(text)}\n", highlight=False, soft_wrap=not is_text)
-    print_table([{**one._asdict(), "default": json.dumps(one.default)} for one in options(cls)])
+    print_table(
+        [
+            {**one._asdict(), "default": json.dumps(one.default), "values": textwrap.fill(one.values, COLUMN)}
+            for one in options(cls)
+        ]
+    )
     if cls.published:
         stands_for = ", ".join(f"{name}: {value}" for name, value in cls.published.items())
         console.print(f"\npaper: true stands for the paper's settings: {escape(stands_for)}", highlight=False)

@@ -122,6 +122,7 @@ class Compressor(TensorCompressor):
         self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None between steps
         self._failure: Exception | None = None  # error of the last step, until backward() raises it
         self._step: Step | None = None  # the open step, or the last one
+        self._is_reducing = False  # whether allreduce() is running
         self._stream: Any = None  # the CUDA stream of the Compressor's thread
         self._is_plain = False  # this step is a plain all-reduce, without the engine
         self._first_bucket_at = 0.0  # seconds, time.perf_counter()
@@ -134,7 +135,7 @@ class Compressor(TensorCompressor):
             self._transport.close()
 
     def _is_under_way(self) -> bool:
-        return self._arrivals is not None
+        return self._arrivals is not None or self._is_reducing
 
     def _waits_for(self) -> str | None:
         return self._step.waits_for() if self._step and self._is_under_way() else None
@@ -294,7 +295,7 @@ class Compressor(TensorCompressor):
 
         with torch.no_grad(), torch.cuda.stream(self._stream):
             try:
-                self._exchange(each())
+                self._exchange(lambda step: self._add_all(step, each()))
             except Exception as error:
                 self._failure = error
                 for _ in each():  # DDP waits for the futures of all buckets, so take the remaining ones, too
@@ -305,7 +306,21 @@ class Compressor(TensorCompressor):
                 if arrival.future is not None:
                     arrival.future.set_result(arrival.buffer)
 
-    def _exchange(self, arrivals: Iterator[Arrival]) -> None:
+    def _run_step(self, add: Callable[[Step], None]) -> None:
+        if self._transport is None:
+            self._connect(next(iter(self.parameters.values())).device)
+        self._is_reducing = True
+        try:
+            self._exchange(add)
+        finally:
+            self._is_reducing = False
+
+    def _exchange(self, add: Callable[[Step], None]) -> None:
+        """Run one step of the engine.
+
+        Args:
+            add: function that adds all gradients to the step.
+        """
         assert self._transport is not None
         assert self._network is not None
         self._transport.begin()
@@ -314,7 +329,7 @@ class Compressor(TensorCompressor):
         step.factor = 1.0 / self.local.world_size
         with step.defer_errors:
             step.loss_scale = self.current_loss_scale()
-        step.run(lambda: self._add_all(step, arrivals))
+        step.run(lambda: add(step))
         self.ledger.steps += step.finite
         self._end_step(step)
 

@@ -167,9 +167,9 @@ class Compressor(ABC):
 
     def _log_first_step(self) -> None:
         """Log which tensors the first step compressed, or warn that it compressed none."""
-        buckets = self._buckets()
+        buckets = self._own_buckets()
         if done := first_step(buckets, self.ledger.dense_bytes(), self.ledger.bytes_sent()):
-            log.info_once(done)
+            log.info_once(f"{done}, on rank 0" if self.local.nodes else done)
         elif self.plan.program.main.id != "none":
             largest = max((member.size for bucket in buckets for member in bucket.members), default=0)
             log.warn_once(
@@ -248,7 +248,9 @@ class Compressor(ABC):
 
     def describe(self) -> str:
         """Return the method, the tensors and the memory of state of each group of tensors, one line per group."""
-        return describe(self._buckets()) + self._decision()
+        nodes = self.local.nodes
+        levels = f"\ntwo levels: {nodes}; each tensor has its state on one rank of a node" if nodes else ""
+        return describe(self._buckets()) + levels + self._decision()
 
     def summary(self, link_gbits: float | None = None) -> str:
         """Return a table of this rank's work so far and an analysis of the step time, at most 80 columns wide.
@@ -301,8 +303,11 @@ class Compressor(ABC):
         return openmetrics(self.figures(), self.ledger, self.local.rank, labels)
 
     def figures(self) -> list[Figures]:
-        """Return this rank's figures by program, as numbers. It reads every residual once."""
-        return figures(self.local, self.ledger, self._buckets(), self._to_host)
+        """Return this rank's figures by program, as numbers. It reads every residual once.
+
+        With two levels, these are the figures of the tensors that this rank exchanges between nodes.
+        """
+        return figures(self.local, self.ledger, self._own_buckets(), self._to_host)
 
     def gradient_norm(self) -> float:
         """Return the l2-norm of the reduced gradients of all tensors in the last step, before clipping.
@@ -321,6 +326,10 @@ class Compressor(ABC):
     def _buckets(self) -> list[Bucket]:
         """Return the buckets that are known so far."""
         return self.local.buckets()
+
+    def _own_buckets(self) -> list[Bucket]:
+        """Return the buckets that this rank exchanges: with two levels, other ranks of its node exchange others."""
+        return [bucket for bucket in self._buckets() if self.local.owns(bucket)]
 
     def current_loss_scale(self) -> float:
         """Return the current loss scale.

@@ -89,6 +89,7 @@ class RankState:
         optimizer: function from a tensor's name to the momentum that the optimizer applies to it; None if unknown.
         driver: the driver's name, which is saved with the state.
         placement: which rank of a node owns each tensor, in exchanges with two levels; None with one level.
+        copy: concatenates saved arrays of a slot into a new array of the driver's library, on the gradients' device.
     """
 
     def __init__(self, plan: Plan, rank: int, world_size: int, ledger: Ledger | None = None):
@@ -112,12 +113,12 @@ class RankState:
         self.optimizer: Callable[[str], Momentum | None] = lambda name: None
         self.driver = "loopback"
         self.placement: Placement | None = None
+        self.copy: snapshot.Copy = np.concatenate
         self._previous: Mapping[str, BucketState] = {}  # states at the beginning of the round, for discard()
         self._committed: set[str] = set()  # buckets whose state was replaced in this round
         self._can_discard = False
         self._loaded: snapshot.Saved | None = None  # loaded state of tensors that have not appeared yet
         self._claimed_by = 0  # the round until which they should have appeared
-        self._copy: snapshot.Copy = np.concatenate
 
     @property
     def uncompressed(self) -> bool:
@@ -458,7 +459,7 @@ class RankState:
         saved = {**(self._loaded or {}), **self._tables(moved)}
         absent = [spec for state in moved for spec in state.bucket.members if spec.name not in present]
         singles = [bucket for spec in absent for bucket in self.group([spec], None, {})]
-        kept = [self._restored(saved, bucket, self._copy, whole=False) for bucket in singles]
+        kept = [self._restored(saved, bucket, whole=False) for bucket in singles]
         # Treat the moved states like loaded ones: the first exchange of each new bucket claims its part
         self.replaced = True
         self.forget(state.bucket.spec.name for state in moved)
@@ -510,14 +511,11 @@ class RankState:
         waiting = self._loaded or dict.fromkeys(snapshot.TABLES, {})
         return {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
 
-    def load_state_dict(
-        self, saved: snapshot.Saved, copy: snapshot.Copy, buckets: Sequence[Bucket] | None = None
-    ) -> None:
+    def load_state_dict(self, saved: snapshot.Saved, buckets: Sequence[Bucket] | None = None) -> None:
         """Load a saved state completely or, on any error, not at all.
 
         Args:
             saved: the value that :meth:`state_dict` returned.
-            copy: function that concatenates the saved parts of a slot into a new array.
             buckets: all buckets. The saved state must have no other tensors. None if the buckets are not known yet:
                 then each bucket claims its state when it appears.
 
@@ -528,7 +526,7 @@ class RankState:
         before = self.placement
         self.adopt_owners(saved)
         try:
-            self._load(saved, copy, buckets)
+            self._load(saved, buckets)
         except ValueError:
             self.placement = before
             raise
@@ -538,16 +536,16 @@ class RankState:
         if self.placement and snapshot.nodes_of(saved) == self.placement.nodes:
             self.placement = self.placement.with_owners(saved["nodes"]["owners"])
 
-    def _load(self, saved: snapshot.Saved, copy: snapshot.Copy, buckets: Sequence[Bucket] | None) -> None:
+    def _load(self, saved: snapshot.Saved, buckets: Sequence[Bucket] | None) -> None:
         snapshot.check_origin(saved, self.world_size, self.rank, self.nodes)
         if buckets is not None:
             known = {member.name for bucket in buckets for member in bucket.members}
             if unknown := sorted(saved["steps"].keys() - known):
                 raise ValueError(f"the saved state has tensors that the model does not have: {', '.join(unknown)}")
-        found = [self._restored(saved, each, copy) for each in (self.buckets() if buckets is None else buckets)]
+        everything = self.buckets() if buckets is None else buckets
+        found = [self._restored(saved, bucket) for bucket in everything]
         self._replace({state.bucket.spec.name: state for state in found if state})
         self._loaded = snapshot.without_buckets(saved, self.buckets())
-        self._copy = copy
         self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
         self.fallback.load(saved.get("fallback"))
@@ -556,18 +554,16 @@ class RankState:
             if different := origin.differences(saved, self.plan, here):
                 log.warn_once(f"the saved state is of another training: {different}")
 
-    def _restored(
-        self, saved: snapshot.Saved, bucket: Bucket, copy: snapshot.Copy, whole: bool = True
-    ) -> BucketState | None:
+    def _restored(self, saved: snapshot.Saved, bucket: Bucket, whole: bool = True) -> BucketState | None:
         if self.owns(bucket):
-            return snapshot.restored(saved, bucket, copy, whole)
+            return snapshot.restored(saved, bucket, self.copy, whole)
         return snapshot.progress(saved, bucket)
 
     def _claim(self, bucket: Bucket) -> BucketState | None:
         """Return the loaded state of a bucket that appears for the first time; None if there is none."""
         if not self._loaded:
             return None
-        state = self._restored(self._loaded, bucket, self._copy, whole=False)
+        state = self._restored(self._loaded, bucket, whole=False)
         if state:
             self._loaded = snapshot.without_buckets(self._loaded, [bucket])
             self.put([state])

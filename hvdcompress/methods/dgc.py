@@ -106,7 +106,7 @@ class DGC(Method):
     """Fraction of the elements that are sampled. Small tensors and densities use a larger fraction, so that the sample
     has at least 1024 elements, at least 16 of them above the threshold."""
     values: Values = "fp32"
-    """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the values."""
     feedback: FeedbackName = "momentum"
 
     @property

@@ -99,7 +99,7 @@ class FFT(Method):
     density: Density = 0.15
     """Fraction of the frequencies that each rank sends, 1 − θ."""
     values: Values = "rangefloat10"
-    """Number format of real and imaginary parts: rangefloat4 … rangefloat16, fp32, fp16, bf16, qsgd2 … qsgd8."""
+    """Number format of real and imaginary parts."""
     block: Annotated[int, Number, AfterValidator(_power_of_two)] = 4096
     """Number of elements per FFT, a power of two; 0: one FFT of the whole tensor."""
     order: Literal["stored", "filters"] = "stored"

@@ -81,7 +81,7 @@ class GaussianK(Method):
     scope: Literal["tensor", "global"] = "tensor"
     """Where k elements are selected. "tensor": in each tensor. "global": in one buffer of all this method's tensors."""
     values: Values = "fp32"
-    """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the values."""
     feedback: FeedbackName = "plain"
 
     @property

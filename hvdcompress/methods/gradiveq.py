@@ -157,7 +157,7 @@ class GradiVeQ(Method):
     tensors: Literal["conv", "all"] = "conv"
     """Which tensors are compressed. "conv": convolutions larger than 1×1, as in the paper. "all": any tensor."""
     values: Values = "fp32"
-    """Number format of compressed slices: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of compressed slices."""
     dense_values: Values = "fp32"
     """Number format of gradients in dense steps; the paper uses qsgd4."""
     retrain_drop: Annotated[float, Number, Field(ge=0.0, le=1.0)] = 0.5
@@ -334,7 +334,5 @@ class GradiVeQ(Method):
         share = expand(own, 1.0 / ctx.world_size) if ctx.needs_own else None
         retrain = False
         if self.retrain_error:
-            rest = ops.scaled(x, 1.0)
-            ops.subtract(rest, share, 1.0)
-            retrain = matrices.norm(rest, ops) > self.retrain_error * matrices.norm(x, ops)
+            retrain = matrices.norm(x - share, ops) > self.retrain_error * matrices.norm(x, ops)
         return Reduced(total=expand(total, 1.0), own=share, trigger=retrain)

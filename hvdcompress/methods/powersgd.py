@@ -75,7 +75,7 @@ class PowerSGD(Method):
     matrix_rank: Count = 2
     """Rank r of the approximation."""
     values: Values = "fp32"
-    """Number format of P and Q: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of P and Q."""
     feedback: FeedbackName = "plain"
 
     def matrix(self, spec: TensorSpec) -> tuple[int, int]:

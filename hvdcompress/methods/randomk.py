@@ -63,7 +63,7 @@ class RandomK(Method):
     density: Density = 0.01
     """Fraction of the elements that each rank sends, k / n."""
     values: Values = "fp32"
-    """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the k values."""
     unbiased: bool = False
     """Whether values are scaled by n/k; only with feedback "none"."""
     feedback: FeedbackName = "plain"

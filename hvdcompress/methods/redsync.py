@@ -108,7 +108,7 @@ class RedSync(Method):
     tolerance: Fraction = 0.001
     """Width of the interval of r at which the bisection stops."""
     values: Values = "fp32"
-    """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the values."""
     feedback: FeedbackName = "plain"
 
     def wanted(self, n: int) -> Wanted:

@@ -102,7 +102,7 @@ class ScaleCom(Method):
     """Which elements the leader selects. "exact": the k largest |x| of the tensor. "chunk": the largest |x| of each
     chunk of C = 1/density elements, as in the paper."""
     values: Values = "fp32"
-    """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the k values."""
     feedback: FeedbackName = "lowpass"
     beta: Fraction = 1.0
     """Low-pass factor of the residual: 1 is plain feedback; 0.1 in the paper, for scaled-up learning rates."""

@@ -61,7 +61,7 @@ class TopK(Method):
     density: Density = 0.01
     """Fraction of the elements that each rank sends, k / n."""
     values: Values = "fp32"
-    """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the k values."""
     feedback: FeedbackName = "plain"
 
     def counts(self, spec: TensorSpec) -> list[int]:

@@ -270,7 +270,7 @@ class Compressor(compressor.Compressor):
             ValueError: the state belongs to another rank, number of ranks, or to tensors of other shapes; nothing is
                 changed. Shapes that are not known yet are checked in the first step.
         """
-        self.local.load_state_dict(saved, np.concatenate)
+        self.local.load_state_dict(saved)
         self._tensors = None  # the restored steps may put tensors into other buckets
 
 

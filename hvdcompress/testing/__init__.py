@@ -36,7 +36,7 @@ from hvdcompress.testing.result_checks import (
     check_unbiased,
     check_value,
 )
-from hvdcompress.testing.trial import Case, Collective, Settings, Trial, adapted, backends, numbers, plan_for, variants
+from hvdcompress.testing.trial import Case, Collective, Settings, Trial, backends, numbers, plan_for, variants
 
 __all__ = [
     "CHECKS",
@@ -44,7 +44,6 @@ __all__ = [
     "Collective",
     "Settings",
     "Trial",
-    "adapted",
     "backends",
     "check_method",
     "numbers",

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdcompress.loopback import of_ops, to_numpy
 from hvdcompress.method import Context, Method, Sparse, TensorSpec, Workspace
 from hvdcompress.parts import feedback, seed
 from hvdcompress.parts.wire import WireError
-from hvdcompress.testing.trial import Array, Case, Kind, Trial, equal, plan_for, require, same_states, to_numpy, to_ops
+from hvdcompress.testing.trial import Array, Case, Kind, Trial, equal, plan_for, require, same_states
 
 
 def check_bytes(case: Case) -> None:
@@ -295,7 +296,7 @@ def check_wire(case: Case) -> None:
     n = case.method.num_positions(ctx.spec)
     work = Workspace(ops)
     for payload in payloads[:2]:
-        share = case.method.decode(to_ops(ops, payload.copy()), ctx, work)
+        share = case.method.decode(of_ops(ops, payload.copy()), ctx, work)
         _require_fit(share, n, "an undamaged payload")
         hashes = seed.uniform(seed._key(case.seed, len(payload)), 90)
         for number, u in enumerate(hashes):
@@ -308,7 +309,7 @@ def check_wire(case: Case) -> None:
             else:  # bytes appended
                 damaged = np.concatenate([damaged, damaged[:position]])
             try:
-                _require_fit(case.method.decode(to_ops(ops, damaged), ctx, work), n, "a damaged payload")
+                _require_fit(case.method.decode(of_ops(ops, damaged), ctx, work), n, "a damaged payload")
             except WireError:
                 continue
             except AssertionError:

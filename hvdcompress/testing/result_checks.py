@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from hvdcompress import registry
+from hvdcompress.loopback import to_numpy
 from hvdcompress.method import Method
 from hvdcompress.parts import feedback
 from hvdcompress.plan import load, plan_of
-from hvdcompress.testing.trial import Array, Case, Kind, equal, require, to_numpy
+from hvdcompress.testing.trial import Array, Case, Kind, equal, require
 
 
 def check_value(case: Case) -> None:
@@ -79,9 +80,13 @@ def check_shapes(case: Case) -> None:
         for dtype in ("float32", "float64", "float16"):
             given = [g.astype(dtype) for g in case.gradients(shape, number)]
             before = [g.copy() for g in given]
-            for g in given:
-                g.flags.writeable = False  # a method that writes to the gradient then raises
-            both_steps = [net.allreduce(given, f"{dtype}.{number}") for _ in range(2)]
+            both_steps = []
+            # A method that writes to the gradient raises if that is read-only. PyTorch has no such arrays: the tensor
+            # is a copy then, and a view in the other step
+            for writeable in (False, True):
+                for g in given:
+                    g.flags.writeable = writeable
+                both_steps.append(net.allreduce(given, f"{dtype}.{number}"))
             for outs in both_steps:
                 for rank, out in enumerate(outs):
                     where = f"shape {shape}, {dtype}, rank {rank}"

@@ -15,10 +15,9 @@ import numpy as np
 
 from hvdcompress import registry
 from hvdcompress.engine.transport import Request
-from hvdcompress.loopback import Loopback
-from hvdcompress.method import Density, Method, Sparse, TensorSpec, Values
+from hvdcompress.loopback import Loopback, to_numpy
+from hvdcompress.method import Density, Method, TensorSpec, Values
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Coded
 from hvdcompress.parts import seed
 from hvdcompress.plan import BY_NAME, Bucket, Grouping, Plan, Program, plan_of
 
@@ -129,7 +128,7 @@ class Grouped(Plan):
 class Trial(Loopback):
     """A loopback network that records every collective in ``log``.
 
-    Gradients and results are numpy arrays with all array ops. The torch ops work on views of their memory.
+    Gradients and results are numpy arrays with all array ops. The method gets arrays of the ops' library.
 
     Args:
         method: a method, or a plan.
@@ -145,8 +144,7 @@ class Trial(Loopback):
     def __init__(
         self, method: Method | Plan, world_size: int, *, ops: Ops | None = None, loss_scale: Any = 1.0, **settings: Any
     ):
-        given = {} if ops is None else {"ops": adapted(ops)}
-        super().__init__(plan_for(method, **settings), world_size, loss_scale=loss_scale, **given)
+        super().__init__(plan_for(method, **settings), world_size, loss_scale=loss_scale, ops=ops)
         self.log: list[Collective] = []
 
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Any]:
@@ -174,7 +172,7 @@ class Trial(Loopback):
                 splits=kind == "all_to_all" and any(len(set(request.send_lengths or ())) > 1 for request in requests),
             )
         )
-        return [to_ops(self.ops, result) for result in super()._carry_out(name, requests)]
+        return super()._carry_out(name, requests)
 
     def saved(self) -> list[dict[str, Any]]:
         """Return the ``state_dict`` of every rank, with numpy arrays."""
@@ -184,18 +182,11 @@ class Trial(Loopback):
         """Restore the states that :meth:`saved` returned, for the tensors of ``specs``."""
         buckets = self.plan.buckets(specs)
         for rank, state in zip(self.ranks, saved, strict=True):
-            rank.load_state_dict(state, lambda parts: to_ops(self.ops, np.concatenate(parts)), buckets)
+            rank.load_state_dict(state, buckets)
 
     def residual(self, name: str, rank: int) -> Array:
         """Return a copy of a rank's residual of a tensor, as a numpy array."""
-        return to_numpy(super().residual(name, rank)).copy()
-
-
-def to_numpy(x: Any) -> Any:
-    """Return a numpy array or tensor as a numpy array; None stays None."""
-    if x is None:
-        return None
-    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
+        return super().residual(name, rank).copy()
 
 
 def _numpy_tree(value: Any) -> Any:
@@ -203,44 +194,6 @@ def _numpy_tree(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _numpy_tree(item) for key, item in value.items()}
     return to_numpy(value) if hasattr(value, "detach") else value
-
-
-class _TorchOps:
-    """PyTorch array ops that also take numpy arrays, as tensors that share their memory."""
-
-    def __init__(self, module: Ops):
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        op = getattr(self.module, name)
-        if name == "asarray":  # its argument is always a numpy array
-            return op
-        return lambda *args, **kwargs: op(*map(_tensors, args), **{k: _tensors(v) for k, v in kwargs.items()})
-
-
-def _tensors(value: Any) -> Any:
-    """Replace the numpy arrays in an argument of an array op by tensors that share their memory."""
-    if isinstance(value, np.ndarray):
-        import torch
-
-        if not value.size:  # from_numpy() refuses the strides of some empty arrays
-            return torch.from_numpy(value.copy()).new_zeros(value.shape)
-        return torch.from_numpy(value if value.flags.writeable else value.copy())
-    if isinstance(value, list):
-        return [_tensors(item) for item in value]
-    if isinstance(value, Sparse | Coded):
-        return type(value)(*map(_tensors, value))
-    return value
-
-
-def adapted(ops: Ops) -> Any:
-    """Return array ops in the form that :class:`Trial` needs: they take numpy arrays."""
-    return _TorchOps(ops) if getattr(ops, "__name__", "").endswith((".ops.torch", ".ops.triton")) else ops
-
-
-def to_ops(ops: Ops, array: Any) -> Any:
-    """Return a numpy array as a driver would pass it to these array ops: as a tensor for PyTorch and Triton."""
-    return _tensors(array) if isinstance(ops, _TorchOps) else array
 
 
 def backends() -> dict[str, Ops]:

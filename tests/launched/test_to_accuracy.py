@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from experiments import units
 from experiments.to_accuracy import run
 from experiments.to_accuracy.races import RACES
 from tests.installed import needs, python_path
@@ -17,12 +18,14 @@ def test_ranks_train_and_are_timed(tiny, capsys, driver):
     setting = run.Setting(tiny, driver)
     for _ in range(2):
         run.train_all(setting, ["tiny"], names, [1])
-    assert capsys.readouterr().out.count("seed 1") == len(names)  # the second time all have their results
-    found = {record["contender"]: record["evaluations"] for record in setting.known({"kind": "train"})}
-    assert [step for step, _, _ in found["dense"]] == [2, 4] and 0 <= found["dense"][-1][2] <= 100
-    measured = run.start("time", "tiny", setting, None, contenders=names, rounds=2, turn=0.01)
+    assert capsys.readouterr().out.count("[1/1]") == len(names)  # the second time all have their results
+    labels = {"kind": "time", "race": "tiny", "rate": None}
+    measured = setting.measured(labels, contenders=names, rounds=2, turn=0.01)
     assert [each["contender"] for each in measured] == names
     assert all(len(each["milliseconds"]) == 2 and min(map(min, each["milliseconds"])) > 0 for each in measured)
+    kept = units.kept(tiny)
+    found = kept[kept["kind"] == "train"].set_index("contender")["evaluations"]
+    assert [step for step, _, _ in found["dense"]] == [2, 4] and 0 <= found["dense"][-1][2] <= 100
 
 
 @pytest.fixture
@@ -41,17 +44,16 @@ def tiny(monkeypatch, tmp_path):
 
 TINY = """
 import numpy as np
-from experiments.momentum import tasks
+from experiments.momentum.tasks import constant
 from experiments.to_accuracy import rank
 from experiments.to_accuracy.races import RACES, Race
-from experiments.training.tasks import Images
+from experiments.training.tasks import ACCURACY, TASKS, Images, Task
 
-RACE = Race(tasks.Task("tiny", "tiny", "sgd", rate=0.1, momentum=0.9, batch=4, ranks=2), 4, 2, 0.0)
+RACE = Race(constant("fnn3", "tiny", 0.1, steps=4, batch_size=4), 0.0, every=2, ranks=2)
 RACES["tiny"] = RACE
 random = np.random.default_rng(0)
 x, y = random.standard_normal((40, 1, 28, 28), np.float32), random.integers(0, 10, 40)
-tasks.DATA["tiny"] = lambda: Images(x[:30], y[:30], x[30:], y[30:], classes=10)
-tasks.NETS["tiny"] = lambda: tasks.mlp(width=64)
+TASKS["tiny"] = Task(lambda: Images(x[:30], y[:30], x[30:], y[30:], classes=10), "fnn3", ACCURACY)
 if __name__ == "__main__":
     rank.main()
 """

@@ -116,13 +116,3 @@ def test_a_killed_rank_fails_its_run_and_no_other(whole):
     assert run.returncode == 1, output
     assert "[1/2] long fp16: rank" in output and "[2/2] digits fp16: " in output and "log.txt" in output
     assert not rank_pids(whole.parent)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_tensorflow_trains(whole):
-    needs("tensorflow")
-    whole.write_text("framework: tensorflow\ntasks: [{task: digits, steps: 20}]\nmethods: [none, topk]\n")
-    run = start(whole, "--driver", "horovod")
-    output = finish(run)
-    assert run.returncode == 0 and "[2/2] digits topk:" in output, output

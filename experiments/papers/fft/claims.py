@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments import nets
-from experiments.cluster.rates import Rate
+from experiments.cluster.rates import bits_of, title
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
@@ -18,10 +18,11 @@ from experiments.papers.claims import Paper, Scale, Verdict, judge
 from experiments.papers.fft import measures
 from experiments.papers.fft.formats import BITS
 from experiments.papers.frames import against_dense, groups, over_seeds, per_seed, spread
-from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
 from experiments.training import loop
+from experiments.training.experiment import Task
+from experiments.units import Unit
 from hvdcompress.plan import load
 
 Settings = dict[str, Any]
@@ -35,7 +36,7 @@ REGAINED = 0.9  #: share of what a large θ has lost
 STAGES = 24  #: steps in which a diminishing θ falls
 NET, TENSOR = "alexnet", "classifier.6.weight"
 WORLD = 8  #: the paper's number of GPUs
-LINKS = {"1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "56gbit": "56 Gbit/s"}  #: the last one is the paper's InfiniBand
+LINKS = ("1gbit", "10gbit", "56gbit")  #: the last one is the paper's InfiniBand
 FASTER = 50.0  #: a GPU's memory bandwidth is some fifty times one core's
 EXCHANGED: dict[str, Settings] = {
     "fft": {"method": "fft"},
@@ -72,7 +73,7 @@ def schedules(each: Settings) -> dict[str, Settings]:
 
 def diminishing(each: Settings, theta: float) -> Settings:
     """Return θ_t = sqrt(L·η_t), with the L by which it begins at ``theta``; the learning rate's warm-up is left out."""
-    training = simulate.task_of(each)
+    training = Task.model_validate(each)
     steps = [each["steps"] * stage // STAGES for stage in range(STAGES)]
     rates = {step: loop.learning_rate(training, max(step, training.warmup_steps)) for step in steps}
     follows = {"lipschitz": theta**2 / max(rates.values()), "learning_rate": {"steps": rates}}
@@ -265,6 +266,6 @@ def predict(rows: pd.DataFrame, fitted: Fitted, rate: str, faster: float) -> pd.
         seconds = (row.seconds + (WORLD - measures.FEW) * row.further) / faster
         work = model.work(load(EXCHANGED[row.method]), shapes, WORLD)._replace(codec=seconds)
         works.append({"method": row.method, "seed": row.seed, **work._asdict()})
-    frame = pd.DataFrame(works).assign(shared=1.0, rate=Rate.parse(rate).slower)
+    frame = pd.DataFrame(works).assign(shared=1.0, rate=bits_of(rate))
     seconds = model.costs(fitted.constants, frame).sum(axis=1)
-    return frame[["method", "seed"]].assign(seconds=seconds, link=LINKS[rate])
+    return frame[["method", "seed"]].assign(seconds=seconds, link=title(rate))

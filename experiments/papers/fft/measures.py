@@ -12,7 +12,7 @@ from experiments import nets
 from experiments.bench.lockstep import PARTS, time_steps
 from experiments.papers import simulate
 from experiments.papers.fft import formats
-from experiments.papers.simulate import Moment
+from experiments.training.simulate import Moment
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.methods.fft import FFT
@@ -74,7 +74,7 @@ def watched(task: Settings, ranks: int, seed: int, samples: int = 6) -> list[Set
         return rows
 
     at = simulate.spread_out(task["steps"], samples)
-    return simulate.train(task, {"method": "none"}, ranks, seed, look, at).rows
+    return simulate.watch(task, {"method": "none"}, ranks, seed, look, at)
 
 
 def exchanges(networks: Mapping[str, tuple[Loopback, Loopback]], gradients: Sequence[Vector]) -> list[Settings]:

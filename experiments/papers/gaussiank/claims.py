@@ -14,9 +14,9 @@ from experiments.papers import simulate
 from experiments.papers.claims import Kind, Outcome, Paper, Scale, Verdict, judge
 from experiments.papers.frames import against_dense, exploded, groups, over_seeds, per_seed, spread
 from experiments.papers.gaussiank import measures
-from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
+from experiments.units import Unit
 from hvdcompress.parts.select import num_kept
 
 NETS = ("fnn3", "lenet5")

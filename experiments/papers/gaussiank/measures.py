@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from experiments.papers import simulate
-from experiments.papers.simulate import Moment
+from experiments.training.simulate import Moment
 from hvdcompress import registry
 from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.methods.dgc import DGC
@@ -48,7 +48,7 @@ def watched(
         vectors[WHOLE] = np.concatenate([x.ravel() for x in tensors.values()])
         return [{"tensor": name, **describe(x, densities)} for name, x in vectors.items()]
 
-    return simulate.train(task, method, ranks, seed, look, simulate.spread_out(task["steps"], samples)).rows
+    return simulate.watch(task, method, ranks, seed, look, simulate.spread_out(task["steps"], samples))
 
 
 def describe(x: Vector, densities: Sequence[float]) -> Settings:

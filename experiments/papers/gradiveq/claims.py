@@ -15,9 +15,9 @@ from experiments.papers import simulate
 from experiments.papers.claims import Kind, Paper, Scale, Verdict, judge
 from experiments.papers.frames import against_dense, groups, over_seeds, per_seed, spread
 from experiments.papers.gradiveq import measures, rings
-from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, rate_of, seconds_of
+from experiments.units import Unit
 
 Settings = dict[str, Any]
 RANKS = 2

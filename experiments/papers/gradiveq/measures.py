@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.papers import simulate
-from experiments.papers.simulate import Moment
+from experiments.training.simulate import Moment
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast
@@ -67,7 +67,7 @@ def watched(
         return rows
 
     at = {step for start in starts for step in range(start, start + length)}
-    return simulate.train(task, {"method": "none"}, ranks, seed, look, at).rows
+    return simulate.watch(task, {"method": "none"}, ranks, seed, look, at)
 
 
 class Window:

@@ -55,9 +55,7 @@ def timed(
     text = json.dumps({"layers": layers, "seed": seed, "rounds": rounds, "rings": rings})
     with nullcontext() if rate is None else Hosts(ranks, rate) as hosts:
         program = ("-m", "experiments.papers.gradiveq.rings", text)
-        printed = launch.run(program, ranks, "mpi", hosts=hosts, timeout=PATIENCE)
-    found: list[dict[str, Any]] = json.loads(next(line for line in printed.splitlines() if line.startswith("[{")))
-    return found
+        return launch.records(program, ranks, "mpi", hosts=hosts, timeout=PATIENCE)
 
 
 def run_rank(layers: Sequence[Sequence[int]], seed: int, rounds: int, rings: Mapping[str, tuple[float, str]]) -> None:
@@ -83,8 +81,9 @@ def run_rank(layers: Sequence[Sequence[int]], seed: int, rounds: int, rings: Map
                 seconds[name].append(took)
     if comm.rank == 0:
         fit = fit_seconds(GradiVeQ(), specs, comm.size)
-        found = {name: {"seconds": statistics.median(each), "sent": sent[name]} for name, each in seconds.items()}
-        print(json.dumps([{"ring": name, **each, "fit": fit} for name, each in found.items()]), flush=True)
+        for name, each in seconds.items():
+            record = {"ring": name, "seconds": statistics.median(each), "sent": sent[name], "fit": fit}
+            print(json.dumps(record), flush=True)
     comm.Barrier()
 
 

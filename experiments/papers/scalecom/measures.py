@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from experiments.papers import simulate
-from experiments.papers.simulate import Moment
 from experiments.training.numpy_digits import load, loss_and_gradient
+from experiments.training.simulate import Moment
 from hvdcompress.loopback import Loopback
 from hvdcompress.parts import select
 from hvdcompress.plan import plan_of
@@ -43,7 +43,7 @@ def likeness(task: Settings, method: Settings, ranks: int, seed: int, samples: i
         share = sum(part["kept"] for part in kept.values()) / best if best else 1.0
         return [{"distance": distance(memories), "share": share, "tensors": kept}]
 
-    return simulate.train(task, method, ranks, seed, look, simulate.spread_out(task["steps"], samples)).rows
+    return simulate.watch(task, method, ranks, seed, look, simulate.spread_out(task["steps"], samples))
 
 
 def distance(memories: Sequence[Vector]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.papers import simulate
 from experiments.papers.claims import Scale
 from experiments.papers.scalecom import measures
-from experiments.papers.units import Unit
+from experiments.units import Unit
 
 Row = dict[str, Any]
 TEXT = "transformer, text"

@@ -40,6 +40,8 @@ def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, f
         "wait_seconds": seconds["wait"],
         "residual_norm": math.hypot(*kept) if kept else math.nan,
     }
+    if inside := ledger.bytes_inside_node(rank):
+        found["inside_node_bytes"] = float(inside)
     if compared := ledger.last_compared(rank):
         found["cosine"] = compared.cosine
         found["least_cosine"] = compared.least
@@ -80,6 +82,12 @@ def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Ma
             "counter",
             "Transmitted by this rank where collectives run as rings.",
             [(own, e.on_wire) for own, e in entries],
+        ),
+        *_family(
+            "inside_node_bytes",
+            "counter",
+            "Transmitted to ranks of the same node, in exchanges with two levels.",
+            [(base, inside)] if (inside := ledger.bytes_inside_node(rank)) else [],
         ),
         *_family("collectives", "counter", "Collectives.", [(own, e.collectives) for own, e in entries]),
         *_family("codec_seconds", "counter", "Codec work.", [(own, e.seconds) for own, e in entries]),

@@ -19,7 +19,8 @@ _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
     """Return the table: one line per program, one for traffic that belongs to no tensor, and a total.
 
-    If the plan has ``cosine_every``, the last comparison with the uncompressed average follows.
+    With two levels, the bytes sent to ranks of the same node follow, and if the plan has ``cosine_every``, the last
+    comparison with the uncompressed average.
 
     The columns are the method of the next step (with an arrow to the last method of its program), the number of
     tensors, the bytes of the gradients in their own dtype, the bytes sent, the compression ratio, the l2-norm of the
@@ -43,6 +44,8 @@ def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
         f"rank {rank} of {ledger.world_size}, {ledger.steps} steps: {seconds['codec']:.2f} s in the codec, "
         f"{seconds['wait']:.2f} s waiting"
     )
+    if inside := ledger.bytes_inside_node(rank):
+        lines.append(f"two levels: these tensors between nodes, and {scaled(inside)}B to ranks of this node")
     if compared := ledger.last_compared(rank):
         lines += textwrap.wrap(str(compared), WIDTH)
     return "\n".join(lines)

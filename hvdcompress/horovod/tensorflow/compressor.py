@@ -538,7 +538,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         """
         snapshot.check(saved)
         saved = snapshot.renamed(saved, self.all_names())
-        self.local.load_state_dict(saved, np.concatenate, self._buckets() or None)
+        self.local.load_state_dict(saved, self._buckets() or None)
         self.ledger.steps = min(self.ledger.steps, self.local.steps_done())
 
     def _buckets(self) -> list[Bucket]:

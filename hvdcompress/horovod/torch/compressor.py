@@ -191,6 +191,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         self.model_parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
+        self._step: Step | None = None  # the step of allreduce()
         number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
         self.prefix = f"hvdcompress.set{process_set.process_set_id}.compressor{number}"
         self._probe = torch.tensor(
@@ -200,7 +201,6 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         self._last_order: list[str] = []  # order of the gradients in the last step, as a guess for the next one
         self._plans_compared = False  # True after the first step, in which the ranks compare their plans
         self._hooked_parameters: set[int] = set()  # ids of the parameters that Horovod has hooked for this Compressor
-        self._address = ""  # address of the watchdog
         self._failure: PeerError | None = None  # raised again by every later call
         if not _hook_handles:
             _hook_handles.append(register_optimizer_step_pre_hook(_before_step))
@@ -249,7 +249,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         step = arrivals.step
         try:
             if not (self._plans_compared or arrivals.order):
-                self._address = self.watchdog.endpoint()  # this starts the watchdog
+                self.watchdog.endpoint()  # this starts the watchdog
             ctx.name = self._identify(tensor, len(arrivals.order))
             self._add(arrivals, ctx)
             # While plans may still differ, ranks may start collectives of different shapes. Waiting for one would
@@ -335,6 +335,35 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._arrivals = Arrivals(step, self._probes(), Clock(self.ledger))
         return self._arrivals
 
+    def _run_step(self, add: Callable[[Step], None]) -> None:
+        self.watchdog.endpoint()  # this starts the watchdog
+        self._note_frozen()
+        self.local.begin_round()
+        step = self._step = self._new_step(self._network, Agree.BEFORE_WAITING)
+        step.factor = 1.0 / self.local.world_size
+        try:
+            with step.defer_errors:
+                step.loss_scale = self.current_loss_scale()
+                add(step)
+            step.send_status()
+            if not self._plans_compared:
+                self._end_first_status(step)
+            step.finish()
+        except Exception:
+            step.abandon()
+            raise
+        finally:
+            self._step = None
+        self._plans_compared = True
+        self.ledger.steps += step.finite
+        self._end_step(step)
+
+    def _end_first_status(self, step: Step) -> None:
+        """In the first step: compare plans with the other ranks, and exchange the watchdogs' addresses."""
+        step.receive_status()
+        if self.watchdog.on:
+            self.watchdog.set_peers(step.collectives.gather_text("watchdog", self.watchdog.endpoint()))
+
     def _keep_hooked_parameters(self) -> None:
         """After the first step, keep only the parameters that Horovod has hooked for this Compressor.
 
@@ -351,11 +380,11 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
     def _is_under_way(self) -> bool:
         arrivals = self._arrivals
-        return arrivals is not None and arrivals.step.has_begun
+        return self._step is not None or (arrivals is not None and arrivals.step.has_begun)
 
     def _waits_for(self) -> str | None:
-        arrivals = self._arrivals
-        return arrivals.step.waits_for() if arrivals else None
+        step = self._arrivals.step if self._arrivals else self._step
+        return step.waits_for() if step else None
 
     def _is_over(self) -> bool:
         return process_set_changed(self.process_set, self.local.world_size)
@@ -415,9 +444,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         # In the first step, wait for the status already here. synchronize() goes on to wait for the stock all-reduces
         # one after the other, and if models differ, only this rank may have started one of them
         if not self._plans_compared:
-            step.receive_status()
-            if self.watchdog.on:
-                self.watchdog.set_peers(step.collectives.gather_text("watchdog", self._address))
+            self._end_first_status(step)
 
     def _resume(self, arrivals: Arrivals, ctx: GradientContext, output: torch.Tensor) -> None:
         """At each ``decompress``: take the result of the stock all-reduce, and advance exchanges that have results."""

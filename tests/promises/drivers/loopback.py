@@ -89,7 +89,7 @@ class LoopbackHandle(Handle):
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         buckets = self.compressor.plan.buckets(self.driver.specs(self.shapes))
-        self.compressor.ranks[self.driver.rank].load_state_dict(saved, np.concatenate, buckets)
+        self.compressor.ranks[self.driver.rank].load_state_dict(saved, buckets)
 
     def save(self, folder: Path) -> None:
         checkpoint.save(self.state(), folder)

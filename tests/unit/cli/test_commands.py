@@ -89,12 +89,6 @@ def test_methods():
     assert everything[-1] == json.loads(invoke("methods", "topk", "--json").stdout)
 
 
-def test_legal_values_in_words():
-    assert catalogue.legal({"type": "integer", "ge": 2, "le": 8}) == "integer, ≥ 2 and ≤ 8"
-    assert catalogue.legal({"anyOf": [{"type": "number", "gt": 0.0}, {"type": "null"}]}) == "number, > 0; or null"
-    assert catalogue.legal({"enum": ["max", "l2"], "type": "string"}) == "max | l2"
-
-
 @pytest.mark.parametrize("id", hvdcompress.available())
 def test_a_config_is_read_back_as_the_defaults(id, tmp_path):
     file = tmp_path / "new" / "plan.yaml"

@@ -195,7 +195,7 @@ class Ranks(RuleBasedStateMachine):
         saved = self.saved()
         self.ranks = [RankState(self.plans[0], rank, self.world_size) for rank in range(self.world_size)]
         for local, one in zip(self.ranks, saved, strict=True):
-            local.load_state_dict(one, np.concatenate)
+            local.load_state_dict(one)
         self.last = None
 
     # -- what holds ---------------------------------------------------------------------------------------

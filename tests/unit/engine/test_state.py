@@ -99,7 +99,7 @@ def test_a_loaded_state_is_claimed_once_and_discard_goes_back_to_it() -> None:
     first.begin_round()
     first.swap({**next_of(first, "a"), **next_of(first, "b")})
     second = local_of()
-    second.load_state_dict(first.state_dict(), np.concatenate)
+    second.load_state_dict(first.state_dict())
     assert not second.states and second.steps() == {"a": 1, "b": 1} and second.ages() == {"a": (1,), "b": (1,)}
     second.begin_round()
     second.swap(next_of(second, "a"))

@@ -153,7 +153,7 @@ def test_lengths_are_told_again_where_a_state_is_replaced(how: str, ranks: int) 
             if step != 2 or transport.rank >= ranks:
                 pass
             elif how == "loaded":
-                driver.local.load_state_dict(driver.local.state_dict(), np.concatenate)
+                driver.local.load_state_dict(driver.local.state_dict())
             elif how == "released":
                 driver.local.release()
             else:
@@ -279,7 +279,7 @@ def test_state_loaded_before_a_tensor_comes_is_found_when_it_comes() -> None:
 
     saved, _ = run(2, True, program)
     fresh = RankState(plan, 0, 2)
-    fresh.load_state_dict(saved[0], np.concatenate)
+    fresh.load_state_dict(saved[0])
     assert fresh.state_dict()["steps"] == saved[0]["steps"], "what waits is saved again, too"
     for name, shape in SHAPES.items():
         (bucket,) = plan.buckets([TensorSpec(name, shape)])
@@ -359,4 +359,4 @@ def test_tensors_of_one_bucket_are_saved_at_one_step() -> None:
     saved = step.local.state_dict()
     saved["steps"]["b"] = 7
     with pytest.raises(ValueError, match="at different steps"):
-        step.local.load_state_dict(saved, np.concatenate, [bucket])
+        step.local.load_state_dict(saved, [bucket])

@@ -153,7 +153,7 @@ def test_a_killed_rank_is_named(tmp_path):
     given = {"net": None, "gradients": None, "label": "t", "only": [], "tensors": {"w": (50, 40)}}
     try:
         group.start()
-        group.ask("prepare", set=given, contender={"kind": "none", "warm_up": 1})
+        group.ask("prepare", set=given, contender={"how": "dense", "warm_up": 1})
         first, second = group.ask("measure")
         assert first["end"] > first["start"] and second["end"] > second["start"]
         os.kill(group.pids[1], signal.SIGKILL)

@@ -15,12 +15,12 @@ import hvdcompress
 from experiments import nets
 from experiments.__main__ import app
 from experiments.bench.config import Bench
+from experiments.configfile import MethodsFile
 from experiments.cost_model import fitted, imagined, model, scale
 from experiments.cost_model.fitted import Fitted
 from experiments.cost_model.imagined import Request
 from experiments.cost_model.model import Codec
 from experiments.report import jsonl, results
-from experiments.training.experiment import Experiment
 from hvdcompress import registry
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.telemetry.ledger import Ledger
@@ -289,7 +289,7 @@ def test_a_codec_is_timed():
 
 def predicted(*rates, workers=(2, 64, 4096), **hosts):
     methods = ["none", "topk", {"method": "scalecom", "label": "sc"}]
-    entries = Experiment.open({"name": "t", "tasks": ["any"], "methods": methods}).methods
+    entries = MethodsFile.open({"name": "t", "tasks": ["any"], "methods": methods}).methods
     known = {fitted.name_of(entry.plan.program.main): Codec(1e-4, 2e-9, 1e-5, 1e-9) for entry in entries}
     given = Fitted("horovod", TRUTH, known, {}, points())
     return scale.predict(given, entries, nets.get("resnet32"), rates, workers, **hosts)

@@ -2,64 +2,69 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.report import jsonl, results
+from experiments import units
+from experiments.report import results
 
 torch = pytest.importorskip("torch")
 
-from experiments.momentum import contenders, report, study, tasks  # noqa: E402
-from experiments.training.models_torch import held_out_sums, loss_of  # noqa: E402
-from experiments.training.tasks import Images  # noqa: E402
+from experiments.momentum import contenders, report, study  # noqa: E402
+from experiments.momentum.tasks import TASKS, constant  # noqa: E402
+from experiments.training import tasks  # noqa: E402
+from experiments.training.loop import learning_rate  # noqa: E402
+from experiments.training.models_torch import build, held_out_sums, loss_of  # noqa: E402
 
-TINY = tasks.Task("tiny", "tiny", "sgd", rate=0.1, momentum=0.9, batch=4)
+TINY = constant("fnn3", "tiny", 0.1, batch_size=4, steps=4)
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch):
+def data(monkeypatch):
     random = np.random.default_rng(0)
     x, y = random.standard_normal((40, 1, 28, 28), np.float32), random.integers(0, 10, 40)
-    monkeypatch.setitem(tasks.DATA, "tiny", lambda: Images(x[:30], y[:30], x[30:], y[30:], classes=10))
-    monkeypatch.setitem(tasks.NETS, "tiny", lambda: tasks.mlp(width=16))
-    monkeypatch.setitem(tasks.TASKS, "tiny", TINY)
+    found = tasks.Images(x[:30], y[:30], x[30:], y[30:], classes=10)
+    monkeypatch.setitem(tasks.TASKS, "tiny", tasks.Task(lambda: found, "fnn3", tasks.ACCURACY))
+    monkeypatch.setitem(TASKS, "tiny", TINY)
+    return found
 
 
 def run(folder, names, steps=4):
-    failed = study.run(study.units_of(["tiny"], names, [1, 2], steps), folder)
-    return failed, pd.DataFrame(jsonl.read(folder / "results.jsonl"))
+    units.measure(study.units_of(["tiny"], names, [1, 2], steps), folder, 1)
+    return units.kept(folder)
+
+
+def train(task, contender):
+    return study.train(task.model_dump(), contender, 2, 1)
 
 
 def test_settings_of_a_contender():
     found = contenders.parse("topk@density=0.002,values=fp16,lr=2,mu=0.5:plain")
     assert found.settings == {"method": "topk", "density": 0.002, "values": "fp16"}
-    assert (found.form, found.lr, found.momentum, found.density) == ("plain", 2.0, 0.5, 0.002)
+    assert (found.form, found.lr, found.momentum) == ("plain", 2.0, 0.5)
     assert contenders.parse("topk").form == "default"
 
 
 def test_momentum_of_adamw_is_cancelled_in_the_optimizer():
-    adamw = dataclasses.replace(TINY, optimizer="adamw")
-    momenta = [contenders.parse(name, adamw).momentum_on(adamw) for name in ("topk", "topk:plain", "topk:cancelled")]
-    assert momenta == [0.9, 0.9, 0.0]
+    adamw = TINY.model_copy(update={"optimizer": "adamw"})
+    names = ("topk", "topk:plain", "topk:cancelled")
+    assert [contenders.parse(name, adamw).trained(adamw).momentum for name in names] == [0.9, 0.9, 0.0]
 
 
 def test_optimizers_that_have_another_momentum_or_none():
-    rmsprop = dataclasses.replace(TINY, optimizer="rmsprop", rate=0.001)
-    without = contenders.parse("topk@mu=0,lr=10", rmsprop)
-    assert study.train(rmsprop, without, 1, 2)["status"] == "done"
-    adagrad = dataclasses.replace(TINY, optimizer="adagrad", momentum=0.0)
-    assert study.train(adagrad, contenders.parse("topk"), 1, 2)["status"] == "done"
+    rmsprop = TINY.model_copy(update={"optimizer": "rmsprop", "learning_rate": 0.001})
+    assert train(rmsprop, "topk@mu=0,lr=10")["status"] == "done"
+    adagrad = TINY.model_copy(update={"optimizer": "adagrad", "momentum": 0.0})
+    assert train(adagrad, "topk")["status"] == "done"
     with pytest.raises(ValueError, match="adagrad"):
         contenders.parse("topk@mu=0", adagrad)
 
 
 def test_runs_are_kept_and_skipped(tmp_path, capsys):
-    failed, _ = run(tmp_path, ["dense", "topk:cancelled"])
-    assert not failed and "[4/4]" in capsys.readouterr().out
-    _, frame = run(tmp_path, ["dense", "topk:cancelled", "topk:plain"])
+    run(tmp_path, ["dense", "topk:cancelled"])
+    assert "[4/4]" in capsys.readouterr().out
+    frame = run(tmp_path, ["dense", "topk:cancelled", "topk:plain"])
     output = capsys.readouterr().out
     assert "4 of 6 results are kept" in output and "[2/2]" in output and len(frame) == 6
     run(tmp_path, ["dense"], steps=5)
@@ -67,18 +72,16 @@ def test_runs_are_kept_and_skipped(tmp_path, capsys):
     assert "### tiny: 4 steps, 2 ranks" in report.markdown(frame) and "topk:cancelled" in report.markdown(frame)
 
 
-def test_a_run_that_fails_has_no_result(tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.DATA, "tiny", lambda: 1 / 0)
-    failed = study.run(study.units_of(["tiny"], ["dense"], [1]), tmp_path)
-    assert failed == ["tiny dense seed 1: ZeroDivisionError: division by zero"]
-    assert not (tmp_path / "results.jsonl").exists()
+def test_a_run_that_diverges_has_no_score():
+    found = train(TINY.model_copy(update={"learning_rate": 1e6, "steps": 40}), "dense")
+    assert (found["status"], found["score"]) == ("diverged", None)
 
 
-def test_dense_equals_training_on_the_mean_gradient(tmp_path):
-    _, frame = run(tmp_path, ["dense"])
+def test_dense_equals_training_on_the_mean_gradient(tmp_path, data):
+    frame = run(tmp_path, ["dense"])
     found = frame[frame["seed"] == 1].iloc[0]
     torch.manual_seed(1)
-    net, data = tasks.mlp(width=16), tasks.DATA["tiny"]()
+    net = build("fnn3", data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     shares = [data.batches(rank, 2, 1, 4) for rank in range(2)]
     for _ in range(4):
@@ -131,9 +134,9 @@ def test_the_published_results():
 
 
 def test_a_rate_that_decays():
-    decaying = dataclasses.replace(TINY, decays=True)
-    rates = [decaying.rate_at(step, 100) for step in range(100)]
+    (unit,) = study.units_of(["tiny"], ["dense"], [1], 100, decay=True)
+    decaying = TINY.model_validate(unit.settings["task"])
+    rates = [learning_rate(decaying, step) for step in range(100)]
     assert max(rates) == pytest.approx(0.1, rel=0.05) and rates[0] == pytest.approx(0.01) and rates[-1] < 1e-4
-    assert np.argmax(rates) in (8, 9, 10) and {TINY.rate_at(step, 100) for step in (0, 50)} == {0.1}
-    ((_, task, *_),) = study.units_of(["tiny"], ["dense"], [1], 10, decay=True)
-    assert task.decays and study.train(task, contenders.parse("dense"), 1, 10)["status"] == "done"
+    assert np.argmax(rates) in (8, 9, 10) and {learning_rate(TINY, step) for step in (0, 3)} == {0.1}
+    assert unit.labels["decays"] and unit.measure(**unit.settings)["status"] == "done"

@@ -20,7 +20,8 @@ from experiments.papers import claims, run
 from experiments.papers.claims import Kind, Scale, judge
 from experiments.papers.frames import over_seeds, spread
 from experiments.papers.page import PAPERS, anchor
-from experiments.report import results
+from experiments.report import jsonl, results
+from experiments.training.experiment import Task
 from tests import ROOT
 from tests.unit.experiments import toy_claims
 
@@ -61,7 +62,6 @@ def test_a_diverged_seed_is_not_averaged_away():
 
 @pytest.mark.parametrize("id", PAPERS)
 def test_names_tell_a_papers_units_apart(id):
-    task_of = pytest.importorskip("experiments.papers.simulate").task_of
     paper = pytest.importorskip(f"experiments.papers.{id}.claims").PAPER
     for scale in (Scale(), Scale(full=True)):
         for claim in paper.claims:
@@ -69,7 +69,7 @@ def test_names_tell_a_papers_units_apart(id):
                 units = [unit for units in sets for unit in units]
                 assert len({unit.name for unit in units}) == len(units)
                 assert units and all(json.dumps(unit.settings) for unit in units)
-                assert all(task_of(unit.settings["task"]) for unit in units if "task" in unit.settings)
+                assert all(Task.model_validate(unit.settings["task"]) for unit in units if "task" in unit.settings)
 
 
 # -- results that are kept -----------------------------------------------------------------------
@@ -100,6 +100,10 @@ if __name__ == "__main__":
 
 def test_ctrl_c_loses_only_what_was_under_way(tmp_path):
     log, out, script = tmp_path / "log", tmp_path / "out", tmp_path / "script.py"
+
+    def kept() -> int:
+        return sum(result["key"].startswith("square") for result in jsonl.read(out / "results.jsonl"))
+
     script.write_text(STOPPED.format(log=str(log), out=str(out)))
     process = subprocess.Popen(
         [sys.executable, str(script)],
@@ -110,20 +114,20 @@ def test_ctrl_c_loses_only_what_was_under_way(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     until = time.monotonic() + 60
-    while not list(out.glob("cache/square*.json")) and time.monotonic() < until:
+    while not kept() and time.monotonic() < until:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.wait(timeout=20) == 130
-    kept = len(list(out.glob("cache/square*.json")))
-    assert 1 <= kept < 3 and not list(out.glob("papers-*"))
+    before = kept()
+    assert 1 <= before < 3 and not list(out.glob("papers-*"))
     with pytest.raises(ProcessLookupError):  # no worker is left
         until = time.monotonic() + 10
         while time.monotonic() < until:
             os.killpg(process.pid, 0)
             time.sleep(0.05)
-    before = log.read_text().split()
+    begun = log.read_text().split()
     reproduce(out, toy_claims.paper(str(log), seconds=1.5), jobs=2)
-    assert len(log.read_text().split()) - len(before) == 3 - kept  # it goes on where it was interrupted
+    assert len(log.read_text().split()) - len(begun) == 3 - before  # it goes on where it was interrupted
 
 
 # -- results and pages ---------------------------------------------------------------------------

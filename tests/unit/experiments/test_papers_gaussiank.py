@@ -115,7 +115,7 @@ def test_simulated_ranks_keep_what_they_do_not_send(measures):
     pytest.importorskip("sklearn")
     from experiments.papers import simulate
 
-    before, seen = [], []
+    before, seen, losses = [], [], []
 
     def look(moment):
         name = "1.weight"
@@ -126,12 +126,15 @@ def test_simulated_ranks_keep_what_they_do_not_send(measures):
             assert not residual[sent].any() and 0 < sent.sum() <= 0.011 * sent.size
         before.append(whole)
         seen.append(moment.step)
+        losses.append(moment.loss)
         return []
 
-    trained = simulate.train(**tiny(method="topk", density=0.01), look=look, at=range(6))
-    assert seen == list(range(6)) and len(trained.losses) == 6 and trained.ratio > 5
-    again = simulate.train(**tiny(method="topk", density=0.01))
-    assert again.losses == trained.losses and 0 <= again.value <= 100  # looking changes nothing
+    rows = simulate.watch(**tiny(method="topk", density=0.01), look=look, at=range(6))
+    assert seen == list(range(6)) and rows == []
+    trained = simulate.accuracy(**tiny(method="topk", density=0.01))
+    assert (
+        trained["losses"] == losses and 0 <= trained["value"] <= 100 and trained["ratio"] > 5
+    )  # looking changes nothing
 
 
 def test_a_simulated_training_is_that_of_real_arithmetic(measures):
@@ -147,5 +150,5 @@ def test_a_simulated_training_is_that_of_real_arithmetic(measures):
             np.testing.assert_allclose(mean, wanted, rtol=1e-6, atol=1e-9)
         return []
 
-    simulate.train(**tiny(method="none"), look=look, at=[0, 1, 5])
+    simulate.watch(**tiny(method="none"), look=look, at=[0, 1, 5])
     assert torch.get_num_threads() == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -52,20 +51,6 @@ def test_a_resumed_run_keeps_what_is_finished_and_only_that(config, tmp_path):
         prepare(folder, experiment.override(steps=30), "ddp", "here")
     with pytest.raises(ValueError, match=r"other settings, \{'launch': .*'link': 'here'"):
         prepare(folder, experiment, "ddp", "4 hosts")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_is_written_under_sudo_is_the_users(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SUDO_UID", "4321")
-    folder, other = Path("deep/runs/first"), tmp_path / "roots"
-    other.touch()
-    with pytest.raises(KeyboardInterrupt), folders.users_own(folder):
-        (folder / "metrics").mkdir(parents=True)
-        (folder / "out").symlink_to(other)
-        raise KeyboardInterrupt
-    assert {path.lstat().st_uid for path in (Path("deep"), folder, folder / "metrics", folder / "out")} == {4321}
-    assert tmp_path.stat().st_uid == other.stat().st_uid == 0
 
 
 def test_a_new_folder_for_every_run(tmp_path, monkeypatch):

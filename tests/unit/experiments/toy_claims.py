@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.papers.claims import Paper, Scale, Verdict, judge
-from experiments.papers.units import Unit
+from experiments.units import Unit
 
 
 def square(number: int, seed: int, log: str, seconds: float = 0.0) -> dict[str, Any]:

@@ -296,6 +296,23 @@ def test_check_method_passes_a_method_with_state_and_no_feedback() -> None:
     check_method(type(method)(feedback="none"), world_sizes=(1, 3), sizes=(0, 1, 8), steps=3)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_check_method_gives_methods_arrays_of_the_ops_library(backend: str) -> None:
+    """As drivers do: a method may use operators on the gradient and the results of array ops together."""
+    from hvdcompress.method import AllReduce, Reduced
+
+    def exchange(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        share = work.ops.scaled(x, 0.25)
+        rest = x - share
+        total = yield AllReduce(rest)
+        return Reduced(total=total, own=rest)
+
+    made = _third_party(num_bytes=lambda self, spec, world_size: 4 * spec.size, exchange=exchange)
+    for feedback_name in ("none", "plain"):
+        method = type(made)(feedback=feedback_name)
+        check_method(method, world_sizes=(1, 3), sizes=(0, 1, 8), steps=2, ops=BACKENDS[backend])
+
+
 def test_loopback_takes_an_unregistered_method() -> None:
     """Third parties can try a method without registering it."""
     outs = Loopback(_third_party(), world_size=2, min_elements=1).allreduce([np.float32([2, 4])] * 2)

@@ -7,10 +7,11 @@ import textwrap
 from dataclasses import FrozenInstanceError, fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
+from pydantic import Field
 
 import hvdcompress
 from hvdcompress import method as contract
@@ -176,6 +177,26 @@ def test_a_class_is_registered_anywhere() -> None:
     assert hvdcompress.load(hvdcompress.load({"method": "mine"}).to_dict()).program.main == Mine()
     with pytest.raises(ValueError, match="'topk' belongs to a method"):
         contract.method("topk")
+
+
+def test_legal_values_in_words() -> None:
+    """Of an option of every kind, also of types that a third party writes without the library's validators."""
+
+    class Given(Method):
+        few: Annotated[int, contract.Number, Field(ge=2, le=8)] = 2
+        share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+        norm: Literal["max", "l2"] = "max"
+        only: Literal["max"] = "max"
+        half: bool = False
+        values: contract.Values = "fp32"
+
+    found = {one.name: one.values for one in registry.options(registry.method(Given))}
+    assert [*found][:6] == ["few", "share", "norm", "only", "half", "values"]
+    assert found["few"] == "integer, ≥ 2 and ≤ 8"
+    assert found["share"] == "number, > 0 and < 1; or `null`"
+    assert found["norm"] == "`max` | `l2`" and found["only"] == "`max`"
+    assert found["half"] == "`true` | `false`"
+    assert "`qsgd2` … `qsgd8`" in found["values"]
 
 
 def test_every_method_has_its_class_in_the_package() -> None:

@@ -383,6 +383,24 @@ def test_layout_must_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         guard()
 
 
+@pytest.mark.parametrize("backend", testing.backends())
+def test_gradients_must_not_be_written(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = hvdcompress.get("none")
+    guard = partial(
+        check_method, method, world_sizes=(2,), checks=[testing.check_shapes], ops=testing.backends()[backend]
+    )
+    guard()
+
+    def exchange(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        x *= 2
+        total = yield AllReduce(x)
+        return Reduced(total=total, own=x)
+
+    monkeypatch.setattr(type(method), "exchange", exchange)
+    with pytest.raises(AssertionError, match="read-only|input was changed"):
+        guard()
+
+
 def test_state_must_be_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = holds("topk", testing.check_state)
     guard()

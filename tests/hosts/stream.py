@@ -1,4 +1,4 @@
-"""One host's part in :meth:`hosts.Hosts.measure`: ``python stream.py HOSTS SECONDS`` prints bits per second."""
+"""One host's part in a measurement of links: ``python stream.py HOSTS SECONDS`` prints bits per second."""
 
 from __future__ import annotations
 

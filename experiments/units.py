@@ -1,25 +1,26 @@
 """Units of work: calls of measuring functions that run side by side, and whose results are kept on disk.
 
-Only the parent process writes results. (Two processes that start a ``joblib.Memory`` at the same moment may clear it.)
+Each result is a line of ``results.jsonl`` in a folder, so that the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import joblib
+import pandas as pd
 
 import hvdcompress
-from experiments.report import numbers
+from experiments.report import jsonl
 
-__all__ = ["Unit", "measure"]
+FILE = "results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Unit:
         return " ".join([self.measure.__name__, *map(str, labels)])
 
     @property
-    def key(self) -> dict[str, Any]:
-        """What the result depends on."""
-        measure = f"{self.measure.__module__}.{self.measure.__name__}"
+    def key(self) -> str:
+        """A hash of what the result depends on."""
         source = inspect.getsource(self.measure)
-        return {"measure": measure, "source": source, "settings": self.settings, "version": hvdcompress.__version__}
+        hashed = joblib.hash((self.measure.__module__, source, self.settings, hvdcompress.__version__))
+        return f"{self.measure.__name__}-{hashed}"
 
     def given(self, **settings: Any) -> Unit:
         """Return the unit with further settings, which are labels, too."""
@@ -62,38 +63,52 @@ def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[list[dict[st
 
     Args:
         units: those that are ``alone`` come last, one at a time.
-        folder: keeps the results.
+        folder: keeps the results; made if it does not exist.
         jobs: how many units run side by side; one runs in this process.
 
     Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C; finished units are kept.
+        KeyboardInterrupt: the user pressed Ctrl-C; finished units are kept, as they are after any exception of a unit.
     """
     for threads in ("OMP_NUM_THREADS", "HVDCOMPRESS_THREADS"):
         os.environ.setdefault(threads, "1")  # one process per core, and times are those of one core
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{unit.measure.__name__}-{joblib.hash(unit.key)}.json" for unit in units]
-    missing = {file: unit for file, unit in zip(files, units, strict=True) if not file.exists()}
-    if kept := len(set(files)) - len(missing):
-        print(f"{kept} of {len(set(files))} results are kept from an earlier run", flush=True)
+    known, asked = _results(folder), {unit.key: unit for unit in units}
+    missing = {key: unit for key, unit in asked.items() if key not in known}
+    if len(missing) < len(asked):
+        print(f"{len(asked) - len(missing)} of {len(asked)} results are kept from an earlier run", flush=True)
     began, done = time.perf_counter(), 0
     for alone in (False, True):
-        calls = [joblib.delayed(_found)(file, unit) for file, unit in missing.items() if unit.alone == alone]
+        calls = [joblib.delayed(_result)(key, unit) for key, unit in missing.items() if unit.alone == alone]
         parallel = joblib.Parallel(1 if alone else jobs, return_as="generator_unordered")
-        for file, record in parallel(calls):
-            half = file.with_suffix(".half")  # a result is there whole or not at all
-            half.write_text(json.dumps(record) + "\n", encoding="utf-8")
-            half.replace(file)
+        for result in parallel(calls):
+            jsonl.append(folder / FILE, result)
             done += 1
-            remaining = numbers.clock((time.perf_counter() - began) / done * (len(missing) - done))
-            print(f"[{done}/{len(missing)}] {record['name']}, about {remaining} left", flush=True)
-    found = [json.loads(file.read_text(encoding="utf-8"))["found"] for file in files]
-    records = [each if isinstance(each, list) else [each] for each in found]
-    return [[{**unit.labels, **row} for row in rows] for unit, rows in zip(units, records, strict=True)]
+            left = timedelta(seconds=round((time.perf_counter() - began) / done * (len(missing) - done)))
+            print(f"[{done}/{len(missing)}] {missing[result['key']].name}, about {left} left", flush=True)
+    known = _results(folder)
+    return [[{**unit.labels, **row} for row in known[unit.key]["found"]] for unit in units]
 
 
-def _found(file: Path, unit: Unit) -> tuple[Path, dict[str, Any]]:
-    """Return the file that keeps a unit's result, and what it says."""
+def kept(folder: Path) -> pd.DataFrame:
+    """Return the records of all units that :func:`measure` has kept in a folder.
+
+    Raises:
+        ValueError: there are none.
+    """
+    records = [{**result["labels"], **row} for result in _results(folder).values() for row in result["found"]]
+    if not records:
+        raise ValueError(f"no results in {folder}")
+    return pd.DataFrame(records)
+
+
+def _results(folder: Path) -> dict[str, dict[str, Any]]:
+    return {result["key"]: result for result in jsonl.read(folder / FILE)}
+
+
+def _result(key: str, unit: Unit) -> dict[str, Any]:
+    """Measure a unit, in any process; return the line that keeps its result."""
     began = time.perf_counter()
     found = unit.measure(**unit.settings)
+    rows = found if isinstance(found, list) else [found]
     seconds = round(time.perf_counter() - began, 2)
-    return file, {"name": unit.name, "settings": unit.settings, "seconds": seconds, "found": found}
+    return {"key": key, "labels": unit.labels, "settings": unit.settings, "seconds": seconds, "found": rows}
