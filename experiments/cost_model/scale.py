@@ -19,7 +19,6 @@ from experiments.report import numbers, plots, tables
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.plan import plan_of
 
-INSIDE = "80gbit"  #: of a rank, by shared memory
 DENSE = "dense"  #: stock Horovod's all-reduce, or ``none`` over mpi4py
 
 
@@ -30,7 +29,7 @@ def predict(
     rates: Sequence[str],
     workers: Sequence[int],
     local_size: int = 1,
-    inside: str = INSIDE,
+    inside: str = "80gbit",
 ) -> pd.DataFrame:
     """Predict an exchange of tensors, on machines like that of the fit with a core for each rank.
 
@@ -41,7 +40,7 @@ def predict(
         rates: of the hosts' links, such as "1gbit".
         workers: numbers of ranks.
         local_size: number of ranks of a host; with several, exchanges with two levels are predicted, too.
-        inside: rate at which a rank sends to others of its host.
+        inside: rate at which a rank sends to others of its host; by default that of shared memory.
 
     Returns:
         One record per rate, ``levels`` (1 or 2), method and number of workers: ``seconds``, their parts by the names of
@@ -93,7 +92,7 @@ def table(predicted: pd.DataFrame, rate: str, value: str = "seconds") -> str:
 
 def draw(predicted: pd.DataFrame, x: str = "workers") -> Figure:
     """Draw seconds over a number of workers or hosts, one panel per rate; with two levels solid, with one dashed."""
-    levels = predicted.get("levels", pd.Series(1, predicted.index))
+    levels = predicted["levels"]
     solid, dashed = predicted[levels == levels.max()], predicted[levels < levels.max()]
 
     def logarithmic(ax: Axes, rows: pd.DataFrame) -> None:
