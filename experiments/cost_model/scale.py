@@ -49,10 +49,8 @@ def predict(
     Raises:
         ValueError: a rate or a number of workers is wrong.
     """
-    if not workers or min(workers) < 2:
-        raise ValueError(f"{list(workers)} workers: there must be 2 at least")
-    if wrong := [p for p in workers if p % local_size]:
-        raise ValueError(f"{wrong[0]} workers cannot be distributed equally on hosts with {local_size} ranks each")
+    if not workers or min(workers) < 2 or any(p % local_size for p in workers):
+        raise ValueError(f"{list(workers)} workers: there must be 2 at least, and {local_size} on each host")
     works = []
     plans = {DENSE: plan_of("none"), **{each.label: each.plan for each in entries}}
     codec, driver = fitted.codec, fitted.driver
