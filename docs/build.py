@@ -60,6 +60,7 @@ AREAS: dict[str, str] = {
     "one-exchange": "experiments.bench.pages:one_exchange",
     "scale": "experiments.cost_model.pages:context",
     "reliability": "pages:reliability",
+    "guides/nodes": "pages:nodes",
     **{f"papers/{name}": "experiments.papers.page:context" for name in ("README", *PAPERS)},
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"

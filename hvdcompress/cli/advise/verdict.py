@@ -85,8 +85,9 @@ def parse_rate(text: str) -> float:
 def predict(found: Sequence[Measured], rate: float) -> dict[str, float]:
     """Return {label: seconds of a step} over links of ``rate`` bits per second.
 
-    Measured computing and codec time, plus the ledger's bytes at the rate of the link. This assumes a link for each
-    rank, rings, no latency, and that nothing overlaps with the backward pass.
+    Measured computing and codec time, plus the ledger's bytes at the rate of the link; with two levels (``nodes`` in
+    the plan), those between nodes. This assumes a link for each rank, rings, no latency, and that nothing overlaps with
+    the backward pass.
     """
     computing = named(found, ALONE).seconds
     return {one.label: computing + one.codec + 8 * one.on_wire * (1 + HEADERS) / rate for one in found}
