@@ -60,8 +60,8 @@ def error_growth(
 
 
 def percent(error: float) -> str:
-    """Return ``0.26%``."""
-    return f"{error:.2%}"
+    """Return ``0.26 %``."""
+    return f"{100 * error:.2f} %"
 
 
 def main() -> None:
