@@ -57,10 +57,10 @@ AREAS: dict[str, str] = {
     "momentum-results": "pages:momentum_results",
     "results": "pages:results_page",
     "bench": "experiments.bench.pages:context",
-    "guides/nodes": "experiments.bench.pages:nodes",
     "one-exchange": "experiments.bench.pages:one_exchange",
     "scale": "experiments.cost_model.pages:context",
     "reliability": "pages:reliability",
+    "guides/nodes": "pages:nodes",
     **{f"papers/{name}": "experiments.papers.page:context" for name in ("README", *PAPERS)},
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"

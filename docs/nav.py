@@ -11,7 +11,7 @@ NAV: dict[str, list[str]] = {
         *(f"guides/{name}" for name in ("lightning", "accelerate", "transformers")),
         *(
             f"guides/{name}"
-            for name in ("nodes", "checkpoints", "speed", "plans", "migrate", "new-method", "new-driver")
+            for name in ("nodes", "local-steps", "checkpoints", "speed", "plans", "migrate", "new-method", "new-driver")
         ),
         "launch",
         "cli",

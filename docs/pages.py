@@ -8,8 +8,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.bench.pages import two_levels
+from experiments.cluster.rates import title
+from experiments.cost_model import scale
 from experiments.momentum import report as study
 from experiments.report import plots, results
+from experiments.report.numbers import rate_of
 from experiments.to_accuracy import report
 
 DOCS = Path(__file__).resolve().parent
@@ -23,6 +27,8 @@ NAMES = {
     "noop": "no communication",
 }
 COMPRESSED = {"topk@values=qsgd4", "topk@values=qsgd4,beta1=0"}  #: what ``auto`` does where it is not given up
+#: methods of experiments/results/scale-nodes.json that the page on nodes shows
+AT_SCALE = ("dense", "fp16", "scalecom 100x", "topk 0.5 %", "powersgd rank 1", "qsgd 4 bits")
 RACES = {
     "mlp": "MLP, 5.8 million parameters: 84 %",
     "cnn": "convolutions, 3.2 million: 80 %",
@@ -141,6 +147,23 @@ def picture(frame: pd.DataFrame) -> Figure:
     ax.minorticks_off()
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn
+
+
+def nodes(page: str) -> dict[str, Any]:
+    """Return the tables and the picture of the page on nodes."""
+    found = results.load("scale-nodes")
+    frame = found[found.method.isin(AT_SCALE)].copy()
+    frame["nodes"] = frame.workers // found.attrs["per_host"]
+    frame["rate"] = frame.rate.map(title)
+    seconds = frame.set_index(["levels", "method", "rate", "nodes"]).seconds
+    gain = (seconds[1] / seconds[2]).rename("gain").reset_index()
+    gain = gain[gain.nodes.isin([8, 64, 512])]
+    gain["column"] = gain.rate + ": " + gain.nodes.astype(str) + " nodes"
+    return {
+        **two_levels(),
+        "at_scale": scale.draw(frame, "nodes"),
+        "gain": gain.pivot_table("gain", "method", "column", sort=False).map(rate_of).reset_index(),
+    }
 
 
 def momentum(page: str) -> dict[str, Any]:

@@ -20,8 +20,6 @@ train = torch.arange(len(labels)) % 5 != 0
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 model = torch.nn.parallel.DistributedDataParallel(model)
-if dist.get_rank() == 0:
-    print("The first run compiles kernels, which takes a few seconds; later runs load them from disk.")
 compressor = ddp.attach(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -20,14 +20,8 @@ train = torch.arange(len(labels)) % 5 != 0
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-if hvd.rank() == 0:
-    print("The first run compiles kernels, which takes a few seconds; later runs load them from disk.")
 compressor = Compressor("auto", model.named_parameters())
-optimizer = hvd.DistributedOptimizer(
-    optimizer,
-    named_parameters=model.named_parameters(),
-    compression=compressor,
-)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compressor)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 mine = train.nonzero().flatten()[hvd.rank() :: hvd.size()]

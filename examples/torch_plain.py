@@ -18,10 +18,7 @@ train = torch.arange(len(labels)) % 5 != 0
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-optimizer = hvd.DistributedOptimizer(
-    optimizer,
-    named_parameters=model.named_parameters(),
-)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 mine = train.nonzero().flatten()[hvd.rank() :: hvd.size()]

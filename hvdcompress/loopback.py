@@ -87,7 +87,7 @@ class Loopback:
         for rank in self.ranks:
             rank.optimizer = momentum_reader(optimizer)
             rank.placement = Placement(self.nodes, rank.rank) if self.nodes else None
-            rank.copy = lambda parts: of_ops(self.ops, np.concatenate(parts))
+            rank.copy = lambda parts: lockstep.of_ops(self.ops, np.concatenate(parts))
 
     def allreduce(self, arrays: Sequence[np.ndarray], name: str = "tensor", op: Op = "average") -> list[np.ndarray]:
         """Reduce one array per rank.
@@ -312,23 +312,14 @@ class Loopback:
 
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Array]:
         """Perform one collective of all ranks; errors name the tensor."""
+        on_host = [replace(request, payload=lockstep.to_numpy(request.payload)) for request in requests]
         try:
-            return self._of_ops(lockstep.carry_out([replace(one, payload=to_numpy(one.payload)) for one in requests]))
+            return self._of_ops(lockstep.carry_out(on_host))
         except RuntimeError as error:
             raise RuntimeError(f"{name!r}: {error}") from None
 
     def _of_ops(self, arrays: Iterable[np.ndarray]) -> list[Array]:
-        return [of_ops(self.ops, array) for array in arrays]
-
-
-def of_ops(ops: Ops, array: np.ndarray) -> Array:
-    """Return a numpy array as an array of the ops' library. The two share memory unless ``array`` is read-only."""
-    return ops.asarray(array, like=array)
-
-
-def to_numpy(array: Array | None) -> Any:
-    """Return an array of any library, in host memory, as a numpy array that shares its memory; None stays None."""
-    return None if array is None else np.asarray(array)
+        return [lockstep.of_ops(self.ops, array) for array in arrays]
 
 
 LARGE = 1 << 20  #: maximum number of elements of the sample tensors in :func:`warm_up`

@@ -66,8 +66,8 @@ def one_exchange(page: str) -> dict[str, Any]:
     return {"codec": _codec(), "exchange": _exchange()}
 
 
-def nodes(page: str) -> dict[str, Any]:
-    """Return the table of ``docs/templates/guides/nodes.md``, and a function of the state for ResNet-50."""
+def two_levels() -> dict[str, Any]:
+    """Return the table of "What it saves" on the page on nodes, and a function of the state for ResNet-50."""
     rows = results.load("bench-nodes-4-hosts").set_index("contender")
     slow = rows[rows["rate"] == "100mbit"]
     fast = rows[rows["rate"] == "1gbit"]

@@ -16,6 +16,8 @@ def scale(
     rate: Annotated[str, typer.Option(help="Rates of the links, with commas: 100mbit,1gbit,10gbit.")] = "1gbit",
     workers: Annotated[str, typer.Option(help="Numbers of workers, with commas.")] = "2,4,8,16,64,256,1024,4096",
     methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
+    per_host: Annotated[int, typer.Option(min=1, help="Ranks of a host. With several, with one and two levels.")] = 1,
+    inside: Annotated[str, typer.Option(help="Rate of a rank inside a host: 80gbit, shared memory.")] = "80gbit",
     over: Annotated[
         Literal["horovod", "mpi4py"],
         typer.Option(help="The driver: PyTorch's under Horovod, or MPI's. Each has constants of its own."),
@@ -27,7 +29,9 @@ def scale(
     fitted: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Use the fit that --fit wrote to this folder's JSON file.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for scale-SET.json and .svg, and the fit.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder for scale-SET.json (scale-nodes.json), .svg, and the fit.")] = Path(
+        "runs"
+    ),
 ) -> None:
     """Predict an exchange's time and bytes among any number of workers, by a model fitted to measured exchanges.
 
@@ -45,14 +49,17 @@ def scale(
         raise ValueError(f"--workers: {wrong[0]!r} is not a number of workers")
     entries, tensors = methods_of(config, methods), nets.get(set)
     model = fit_to(fit, over) if fit else Fitted.open(over, fitted or results.FOLDER)
-    predicted = scaling.predict(model, entries, tensors, rates, [int(word) for word in numbers])
-    for each in rates:
-        print(f"Seconds per exchange of {set} at {each}, by workers\n\n{scaling.table(predicted, each)}\n")
-    print(f"Bytes that a rank transmits\n\n{scaling.table(predicted, rates[0], 'on_wire')}\n")
+    predicted = scaling.predict(model, entries, tensors, rates, [int(word) for word in numbers], per_host, inside)
+    for level, rows in predicted.groupby("levels"):
+        title = f"{level} level{'s' * (level > 1)}, by workers\n\n"
+        for each in rates:
+            print(f"Seconds per exchange of {set} at {each}, {title}{scaling.table(rows, each)}\n")
+        print(f"Bytes on a host's link, {title}{scaling.table(rows, rates[0], 'on_host')}\n")
     tables.show(scaling.errors({over: model}), "Errors of predictions of exchanges that a fit had not seen")
     print("\n".join(scaling.notes(model, rates)))
-    name = f"scale-{set}" + ("-mpi4py" if over == "mpi4py" else "")
-    written = [results.save(name, predicted, out, driver=over, constants=model.constants)]
+    name = ("scale-nodes" if per_host > 1 else f"scale-{set}") + ("-mpi4py" if over == "mpi4py" else "")
+    about = {"driver": over, "constants": model.constants, "per_host": per_host, "inside": inside}
+    written = [results.save(name, predicted, out, **about)]
     written += [plots.save(scaling.draw(predicted), written[0].with_suffix(".svg"))]
     written += [model.save(out)] if fit else []
     print(f"written: {', '.join(map(str, written))}")

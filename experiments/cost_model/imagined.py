@@ -25,6 +25,7 @@ class Request(NamedTuple):
         line: bytes that pass one after the other: a rank that only receives in a round keeps the others waiting.
         pieces: payloads that the rank reads one by one, of all-gathers and all-to-alls.
         gathered: their bytes.
+        farthest: of an all-to-all, the last rank that sends to it.
     """
 
     collective: str
@@ -34,6 +35,7 @@ class Request(NamedTuple):
     line: float
     pieces: int = 0
     gathered: int = 0
+    farthest: int = 0
 
     @classmethod
     def of(
@@ -53,11 +55,13 @@ class Request(NamedTuple):
         wire = ledger.tensors(0)[""].on_wire
         if receives is not None:
             received = sum(receives)
-            return cls(collective, dtype, num_bytes, wire, max(wire, received), sum(map(bool, receives)), received)
+            senders = np.flatnonzero(receives)
+            farthest = int(senders.max(initial=0))
+            return cls(collective, dtype, num_bytes, wire, max(wire, received), len(senders), received, farthest)
         if collective == "AllGather":
             return cls(collective, dtype, num_bytes, wire, wire, world_size, world_size * num_bytes)
         if collective == "AllToAll":
-            return cls(collective, dtype, num_bytes, wire, wire, world_size, num_bytes)
+            return cls(collective, dtype, num_bytes, wire, wire, world_size, num_bytes, world_size - 1)
         return cls("AllReduce", dtype, num_bytes, wire, wire)
 
 

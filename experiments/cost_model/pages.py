@@ -30,7 +30,7 @@ def context(page: str) -> dict[str, Any]:
     fits = {"Horovod": Fitted.open("horovod"), "MPI driver": Fitted.open("mpi4py")}
     drawn = resnet[resnet["method"].isin(DRAWN)]
     return {
-        "seconds": scale.draw(drawn.assign(rate=drawn["rate"].map(title))),
+        "seconds": scale.draw(drawn.assign(levels=1, rate=drawn["rate"].map(title))),
         "predicted": scale.table(drawn[drawn["workers"].isin(SHOWN)], "1gbit"),
         "constants": _constants(fits),
         "errors": scale.errors(fits),

@@ -16,45 +16,63 @@ from experiments.configfile import MethodEntry
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.report import numbers, plots, tables
+from hvdcompress.engine.nodes import Nodes
 from hvdcompress.plan import plan_of
 
 DENSE = "dense"  #: stock Horovod's all-reduce, or ``none`` over mpi4py
 
 
 def predict(
-    fitted: Fitted, entries: Sequence[MethodEntry], tensors: nets.Shapes, rates: Sequence[str], workers: Sequence[int]
+    fitted: Fitted,
+    entries: Sequence[MethodEntry],
+    tensors: nets.Shapes,
+    rates: Sequence[str],
+    workers: Sequence[int],
+    local_size: int = 1,
+    inside: str = "80gbit",
 ) -> pd.DataFrame:
-    """Predict an exchange of tensors, on machines like that of the fit with a core and a link for each rank.
+    """Predict an exchange of tensors, on machines like that of the fit with a core for each rank.
 
     Args:
         fitted: the model.
         entries: the methods.
         tensors: shapes by name.
-        rates: of the links, such as "1gbit".
+        rates: of the hosts' links, such as "1gbit".
         workers: numbers of ranks.
+        local_size: number of ranks of a host; with several, exchanges with two levels are predicted, too.
+        inside: rate at which a rank sends to others of its host; by default that of shared memory.
 
     Returns:
-        One record per rate, method and number of workers: ``seconds``, their parts by the names of the constants, and
-        ``on_wire`` (bytes that a rank transmits). "dense" comes first.
+        One record per rate, ``levels`` (1 or 2), method and number of workers: ``seconds``, their parts by the names of
+        the constants, and bytes, as :class:`model.Work` has them. "dense" comes first.
 
     Raises:
         ValueError: a rate or a number of workers is wrong.
     """
-    if not workers or min(workers) < 2:
-        raise ValueError(f"{list(workers)} workers: there must be 2 at least")
+    if not workers or min(workers) < 2 or any(p % local_size for p in workers):
+        raise ValueError(f"{list(workers)} workers: there must be 2 at least, and {local_size} on each host")
     works = []
+    plans = {DENSE: plan_of("none"), **{each.label: each.plan for each in entries}}
+    codec, driver = fitted.codec, fitted.driver
     for p in sorted(set(workers)):
-        if fitted.driver == "horovod":
-            found = {DENSE: model.stock(tensors, p)}
-        else:
-            found = {DENSE: model.work(plan_of("none"), tensors, p, fitted.codec, fitted.driver)}
-        found |= {each.label: model.work(each.plan, tensors, p, fitted.codec, fitted.driver) for each in entries}
-        works += [{"method": label, **work._asdict()} for label, work in found.items()]
+        flat = {label: model.work(plan, tensors, p, codec, driver, local_size) for label, plan in plans.items()}
+        if driver == "horovod":
+            flat[DENSE] = model.stock(tensors, p, local_size)
+        works += [{"levels": 1, "method": label, **work._asdict()} for label, work in flat.items()]
+        for label, plan in plans.items() if local_size > 1 else ():
+            work = model.two_levels(plan, tensors, Nodes(p // local_size, local_size), codec, driver)
+            works.append({"levels": 2, "method": label, **work._asdict()})
     frames = []
     for rate in rates:
         points = pd.DataFrame(works).assign(rate=bits_of(rate), shared=1.0)
         parts = model.costs(fitted.constants, points)
-        head = points[["method", "world_size", "on_wire"]].rename(columns={"world_size": "workers"})
+        if local_size > 1:
+            passed = 8 * points["inside"].where(points["levels"] == 2, points["line"]) / bits_of(inside)
+            at_once = parts["link"].where(points["levels"] == 1, 0)  # a ring is as fast as its slowest link
+            parts["local"] = (passed - at_once).clip(lower=0) + model.INSIDE_LATENCY * points["hops"]
+            parts.loc[points["world_size"] == local_size, "byte"] = 0  # of one host: the rate inside includes it
+        head = points[["levels", "method", "world_size", "on_wire", "on_host", "inside"]]
+        head = head.rename(columns={"world_size": "workers"})
         frames.append(head.assign(rate=rate, seconds=parts.sum(axis=1)).join(parts))
     return pd.concat(frames, ignore_index=True)
 
@@ -70,20 +88,26 @@ def table(predicted: pd.DataFrame, rate: str, value: str = "seconds") -> str:
     return tables.markdown(cells.reset_index())
 
 
-def draw(predicted: pd.DataFrame) -> Figure:
-    """Draw seconds over the number of workers, one panel per rate."""
+def draw(predicted: pd.DataFrame, x: str = "workers") -> Figure:
+    """Draw seconds over a number of workers or hosts, one panel per rate; with two levels solid, with one dashed."""
+    levels = predicted["levels"]
+    solid, dashed = predicted[levels == levels.max()], predicted[levels < levels.max()]
 
     def logarithmic(ax: Axes, rows: pd.DataFrame) -> None:
+        same_rate = dashed[dashed["rate"] == rows["rate"].iloc[0]].set_index("method")
+        for line in ax.get_lines() if len(dashed) else ():
+            flat = same_rate.loc[line.get_label()]
+            ax.plot(flat[x], flat["seconds"], "--", color=line.get_color(), linewidth=1)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        ticks = sorted(rows["workers"].unique())
+        ticks = sorted(rows[x].unique())
         ax.set_xticks(ticks[:: max(1, len(ticks) // 5)])
         ax.xaxis.set_minor_locator(NullLocator())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.seconds_of(value).replace(".00", "")))
         ax.yaxis.set_minor_formatter(NullFormatter())
 
-    return plots.lines(predicted, "workers", "seconds", "method", "rate", decorate=logarithmic, height=3.2)
+    return plots.lines(solid, x, "seconds", "method", "rate", decorate=logarithmic, height=3.2)
 
 
 def errors(fits: Mapping[str, Fitted]) -> pd.DataFrame:
@@ -101,7 +125,7 @@ def notes(fitted: Fitted, rates: Sequence[str]) -> list[str]:
     most, measured = fitted.points["world_size"].max(), fitted.points["rate"]
     said = [
         "*: no faster than dense. Collectives as rings, dense too; nothing overlaps with a backward pass; each rank "
-        "has a core like that of the fit and a link for itself.",
+        "has a core like that of the fit, and each host a link for itself.",
         f"Beyond {most} workers nothing was measured: those figures extrapolate the formulas.",
     ]
     if beyond := [rate for rate in rates if not measured.min() <= bits_of(rate) <= measured.max()]:

@@ -167,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ways = ways_of(n, methods, comm)
         except ValueError as error:
             parser.error(str(error))
+        if not comm.rank:
+            print(f"{n:,} values per rank: {len(ways)} ways, in {WARM + given.runs} turns …", flush=True)
         frames.append(measure(ways, x, given.runs, comm))
     hosts = len(set(comm.allgather(MPI.Get_processor_name())))
     if comm.rank:
@@ -175,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     frame[["kind", "way"]] = frame["way"].tolist()
     where = f"{comm.size} ranks on {f'{hosts} hosts' if hosts > 1 else f'{os.cpu_count()} cores'}"
     text = f"**{where}, {max(given.elements):,} float32 values each**\n\n{table(frame)}\n"
-    print(text)
+    print(f"\n{text}")
     command = shlex.join(["launch/ring.sh", "-n", str(comm.size), *(arguments or sys.argv[1:])])
     written = results.save("ring", frame, given.out, command=command, ranks=comm.size, hosts=hosts)
     written.with_name("table.md").write_text(text, encoding="utf-8")

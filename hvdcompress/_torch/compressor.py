@@ -16,11 +16,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress._torch.framework import TorchFramework, to_host
-from hvdcompress._torch.optimizers import Optimizers, TorchReader, listed
+from hvdcompress._torch.optimizers import Optimizers, TorchReader, describe_method, listed
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import ExchangeError
+from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.node_step import Levels, new_step
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.saving import origin, snapshot
@@ -149,14 +150,25 @@ class TensorCompressor(compressor.Compressor):
         self.local.warn_about_unused(specs)
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        #: {optimizer: the betas of its parameter groups before this Compressor changed them, None where there are none}
+        self._betas: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._frozen: frozenset[str] = frozenset()  # names of the parameters that do not require a gradient any more
         self._warm_up(specs)
 
     def _warm_up(self, specs: Sequence[TensorSpec]) -> None:
         """Import and compile the array ops of the first step, which would otherwise keep the other ranks waiting."""
         if not self.framework.force_torch and all(parameter.is_cpu for parameter in self.parameters.values()):
+            self._announce_compilation()
             with contextlib.suppress(ExchangeError):  # the first step raises it again, with the name of the tensor
                 warm_up(self.plan, specs, self.grouping)
+
+    def _announce_compilation(self) -> None:
+        """Log on rank 0 that the first run takes longer, because it compiles kernels."""
+        with contextlib.suppress(ImportError):  # without Numba there is nothing to compile
+            from hvdcompress.ops.numba.sharing import nothing_is_compiled
+
+            if self.local.rank == 0 and nothing_is_compiled():
+                log.info_once("the first run compiles kernels, which takes a few seconds; later runs load them")
 
     def _group(self, ages: Ages) -> list[TensorSpec]:
         """Group the parameters into buckets; return the engine's description of each parameter.
@@ -236,6 +248,8 @@ class TensorCompressor(compressor.Compressor):
         except ValueError:
             self.buckets, self._bucket_and_index, self.local.placement = before
             raise
+        if self.local.fallback.verdict is Verdict.DENSE:
+            self._give_up()
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:
             log.warn_once(f"the saved state does not contain {log.first_names(new)}: their residuals start at zero")
@@ -335,11 +349,22 @@ class TensorCompressor(compressor.Compressor):
             TypeError: an argument is not a PyTorch optimizer.
         """
         optimizers = listed(optimizer)
+        for each in optimizers:
+            self._betas.setdefault(each, [group.get("betas") for group in each.param_groups])
         self._without_beta1(optimizers)
         self._reader = TorchReader(optimizers, self._tensors())
         self.local.optimizer = self._reader
         self._terms = SharedConfig({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
         self._log_adaptation(self._reader)
+
+    def _give_up(self) -> None:
+        """Restore beta1 of the optimizers: no gradients wait any more."""
+        for optimizer, before in self._betas.items() if self.plan.without_beta1 else ():
+            for group, betas in zip(optimizer.param_groups, before, strict=False):
+                if betas:
+                    group["betas"] = betas
+            if before[0] and self.local.rank == 0:
+                log.warn_once(f"{describe_method(optimizer)} again, because no gradients wait any more")
 
     def notice(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at an optimizer that is about to take a step; read its momentum from now on if it has our parameters.
@@ -358,6 +383,8 @@ class TensorCompressor(compressor.Compressor):
 
     def _log_adaptation(self, reader: TorchReader) -> None:
         """Log on rank 0 how the optimizers' momentum is adapted, and which momentum cannot be adapted."""
+        if self.local.fallback.verdict is Verdict.DENSE:
+            return
         programs = {member.name: bucket.program for bucket in self.buckets.values() for member in bucket.members}
         adapted = adaptation_summary(
             (momentum.adapts(program.main), reader(name)) for name, program in programs.items()

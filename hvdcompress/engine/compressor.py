@@ -164,6 +164,11 @@ class Compressor(ABC):
         keeps = before is Verdict.OPEN and fallback.verdict is Verdict.COMPRESS
         if self.local.rank == 0 and (gives_up or keeps):
             log.warn_once(str(fallback))
+        if gives_up:
+            self._give_up()
+
+    def _give_up(self) -> None:  # noqa: B027 - most drivers have nothing to do
+        """React to the end of compression: from now on, gradients are reduced uncompressed."""
 
     def _log_first_step(self) -> None:
         """Log which tensors the first step compressed, or warn that it compressed none."""
@@ -183,7 +188,9 @@ class Compressor(ABC):
 
     def _without_beta1(self, optimizers: Iterable[Any]) -> None:
         """If the plan says so, set beta1 of these optimizers to 0, as gradients that wait act as momentum."""
-        for optimizer in optimizers if self.plan.without_beta1 else ():
+        if not self.plan.without_beta1 or self.local.fallback.verdict is Verdict.DENSE:
+            return
+        for optimizer in optimizers:
             if (done := without_beta1(optimizer)) and self.local.rank == 0:
                 log.warn_once(done)
 

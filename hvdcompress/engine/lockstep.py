@@ -1,5 +1,7 @@
 """Collectives of ranks that live in one process: maps the requests of all ranks to the results of all ranks.
 
+Collectives take and return NumPy arrays; :func:`to_numpy` and :func:`of_ops` convert arrays of other libraries.
+
 Used by ``rehearsal.py`` and ``hvdcompress.loopback``.
 """
 
@@ -13,6 +15,8 @@ import numpy as np
 import hvdcompress.ops
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.transport import Request
+from hvdcompress.method import Array
+from hvdcompress.ops.spec import Ops
 
 Results = list[Any]
 
@@ -81,3 +85,13 @@ RUN: dict[str, Callable[[Sequence[Request]], Results]] = {
     "broadcast": _broadcast,
     "all_to_all": _all_to_all,
 }
+
+
+def of_ops(ops: Ops, array: np.ndarray) -> Array:
+    """Return a numpy array as an array of the ops' library. The two share memory unless ``array`` is read-only."""
+    return ops.asarray(array, like=array)
+
+
+def to_numpy(array: Array | None) -> Any:
+    """Return an array of any library, in host memory, as a numpy array that shares its memory; None stays None."""
+    return None if array is None else np.asarray(array)

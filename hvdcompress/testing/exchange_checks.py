@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.loopback import of_ops, to_numpy
+from hvdcompress.engine.lockstep import of_ops, to_numpy
 from hvdcompress.method import Context, Method, Sparse, TensorSpec, Workspace
 from hvdcompress.parts import feedback, seed
 from hvdcompress.parts.wire import WireError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress import registry
-from hvdcompress.loopback import to_numpy
+from hvdcompress.engine.lockstep import to_numpy
 from hvdcompress.method import Method
 from hvdcompress.parts import feedback
 from hvdcompress.plan import load, plan_of

@@ -14,8 +14,9 @@ from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 import numpy as np
 
 from hvdcompress import registry
+from hvdcompress.engine.lockstep import to_numpy
 from hvdcompress.engine.transport import Request
-from hvdcompress.loopback import Loopback, to_numpy
+from hvdcompress.loopback import Loopback
 from hvdcompress.method import Density, Method, TensorSpec, Values
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import seed

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
 from hvdcompress import ddp
+from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.pieces import by_tensor
 from hvdcompress.loopback import Loopback
 from tests.harness import (
@@ -480,6 +481,28 @@ def auto_takes_beta1_out_of_adam() -> None:
     compressor = ddp.attach(model, "powersgd", optimizer=optimizer)
     assert optimizer.param_groups[0]["betas"][0] == 0.9
     compressor.close()
+
+
+@case
+def adam_has_its_beta1_again_where_compression_is_given_up() -> None:
+    """Also in a training that goes on from there, whether its optimizer is given before or after the state."""
+    gradients = everyone(0)[dist.get_rank()]
+    model = DistributedDataParallel(Net(SHAPES))
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.8, 0.99))
+    compressor = ddp.attach(model, "auto", optimizer=optimizer, min_elements=7)
+    reduced(model, gradients)
+    assert optimizer.param_groups[0]["betas"] == (0.0, 0.99)
+    compressor.local.fallback.verdict = Verdict.FLUSH  # as after comparing the first steps
+    reduced(model, gradients)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    saved = compressor.state_dict()
+    for given_before in (True, False):
+        model = DistributedDataParallel(Net(SHAPES))
+        optimizer = torch.optim.Adam(model.parameters())
+        compressor = ddp.attach(model, "auto", optimizer=optimizer if given_before else None, min_elements=7)
+        compressor.load_state_dict(saved)
+        compressor.use_optimizer(optimizer)
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
 @case

@@ -16,8 +16,8 @@ from tests.promises import PROMISES, keep
 
 #: a driver's own cases: what its framework alone has
 CASES = {
-    "torch": ("torch_cases", "torch_refusals"),
-    "ddp": ("ddp_cases", "fsdp_cases"),
+    "torch": ("torch_cases", "torch_refusals", "local_cases"),
+    "ddp": ("ddp_cases", "fsdp_cases", "local_cases"),
     "tensorflow": ("tf_cases", "tf_graphs", "keras_cases"),
     "mpi": ("mpi_cases",),
 }

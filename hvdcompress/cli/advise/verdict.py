@@ -50,10 +50,12 @@ def explain(found: Sequence[Measured], best: Measured, untrained: str) -> str:
             f"do not compress: {fastest.label} seems to make a step {_percent(gain)} shorter, but the steps vary by "
             "more than that. Measure on an idle machine, or with more --rounds."
         )
-    change = f"{_percent(abs(gain))} {'shorter' if gain > 0 else 'longer'}"
+    change = f"{_percent(-gain)} longer"
+    if gain > 0:
+        change = f"{_percent(gain)} shorter, and less than {_percent(LITTLE)} is not worth it"
     return (
-        f"do not compress: {fastest.label}, the fastest contender, makes a step {change}; less than {_percent(LITTLE)} "
-        f"is not worth it. As {exchange}, larger batches or gradient accumulation may help: they exchange less often."
+        f"do not compress: {fastest.label}, the fastest contender, makes a step {change}. As {exchange}, larger "
+        "batches or gradient accumulation may help: they exchange less often."
     )
 
 
@@ -85,8 +87,9 @@ def parse_rate(text: str) -> float:
 def predict(found: Sequence[Measured], rate: float) -> dict[str, float]:
     """Return {label: seconds of a step} over links of ``rate`` bits per second.
 
-    Measured computing and codec time, plus the ledger's bytes at the rate of the link. This assumes a link for each
-    rank, rings, no latency, and that nothing overlaps with the backward pass.
+    Measured computing and codec time, plus the ledger's bytes at the rate of the link; with two levels (``nodes`` in
+    the plan), those between nodes. This assumes a link for each rank, rings, no latency, and that nothing overlaps with
+    the backward pass.
     """
     computing = named(found, ALONE).seconds
     return {one.label: computing + one.codec + 8 * one.on_wire * (1 + HEADERS) / rate for one in found}

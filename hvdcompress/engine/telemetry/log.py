@@ -11,6 +11,7 @@ from hvdcompress.engine.telemetry.observer import Completed, Observer
 
 VARIABLE = "HVDCOMPRESS_LOG"
 LOGGER = logging.getLogger("hvdcompress")
+MESSAGE = "hvdcompress: %(message)s"  #: form of messages and warnings
 
 
 class RoundLog(Observer):
@@ -32,7 +33,7 @@ def first_names(names: Sequence[str]) -> str:
 @functools.cache
 def info_once(text: str) -> None:
     """Log a message once per process, to stderr if the program has not configured logging."""
-    _handle("hvdcompress: %(message)s", logging.INFO)
+    _handle(MESSAGE, logging.INFO)
     LOGGER.info("%s", text)
 
 
@@ -48,7 +49,8 @@ def _handle(form: str, level: int) -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning once per process."""
+    """Log a warning once per process, to stderr if the program has not configured logging."""
+    _handle(MESSAGE, logging.INFO)
     LOGGER.warning("%s", text)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hvdcompress.ops import numba, numpy
 from hvdcompress.ops.numba._kernels.compiling import LOCKS, folder
 
-__all__ = ["SharedOps"]
+__all__ = ["SharedOps", "nothing_is_compiled"]
+
+
+def nothing_is_compiled() -> bool:
+    """Return whether the cache on disk has no compiled kernel at all, as before the first run."""
+    return not any(Path(folder()).glob("*.nbc"))
 
 
 class SharedOps:

@@ -158,9 +158,10 @@ def test_the_line_for_the_script():
 def test_contenders_are_methods_with_settings_or_plans(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("method: qsgd\nbits: 8\n")
-    auto, topk, mine = contenders(f"auto, topk density=0.05,{file}")
+    auto, topk, mine = contenders(f"auto, topk density=0.05 nodes=2,{file}")
     assert auto.settings == {"method": "auto"} and not auto.plan.fallback  # it would interfere with the measurement
-    assert topk.plan.program.main.density == 0.05 and mine.plan.program.main.bits == 8
+    assert (topk.plan.program.main.density, topk.plan.nodes) == (0.05, 2)
+    assert mine.plan.program.main.bits == 8
     with pytest.raises(ValueError, match="did you mean 'topk'"):
         contenders("tokp")
 

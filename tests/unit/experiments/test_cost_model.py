@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -21,11 +22,15 @@ from experiments.cost_model.imagined import Request
 from experiments.cost_model.model import Codec
 from experiments.report import jsonl, results
 from hvdcompress import registry
+from hvdcompress.engine.nodes import Nodes
+from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import IN_ORDER, plan_of
 from hvdcompress.testing import numbers
 
+WORLD_SIZE = 8  # ranks on several hosts
 TRUTH = {"message": 5e-5, "link": 1.06, "byte": 1e-9, "call": 2e-4, "round": 3e-3, "codec": 0.9}
 SHAPES = {"conv": (16, 8, 3, 3), "matrix": (24, 40), "vector": (131,)}
 #: the default says too little about these: other routes, codecs of scattered values, known components
@@ -50,16 +55,56 @@ def names(value):
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def counted(plan, world_size):
-    """What the ledger of real ranks has of a step in the method's last phase: the most of any rank."""
+class HostLinks(Observer):
+    """Counts the bytes that leave and enter each host, message by message."""
+
+    def __init__(self, local_size):
+        self.local_size = local_size
+        self.left = Counter()
+        self.entered = Counter()
+
+    def sent(self, rank, name, what):
+        if what.inside_node:
+            return
+        index, count = what.group
+        stride = self.local_size if count < WORLD_SIZE else 1  # between the owners of a bucket, or all ranks
+        others = [rank + (other - index) * stride for other in range(count)]
+        if what.collective == "AllToAll":
+            pieces = what.splits or [what.num_bytes / count] * count
+        else:
+            ledger = Ledger(WORLD_SIZE)
+            ledger.sent(rank, name, what)
+            pieces = [0] * count
+            pieces[(index + 1) % count] = ledger.tensors(rank)[name].on_wire  # a ring
+        for other, num_bytes in zip(others, pieces, strict=True):
+            if rank // self.local_size != other // self.local_size:
+                self.left[rank // self.local_size] += num_bytes
+                self.entered[other // self.local_size] += num_bytes
+
+    @property
+    def most(self):
+        return max(*self.left.values(), *self.entered.values())
+
+
+def exchanged(plan, world_size, local_size=1):
+    """A loopback after a step in the method's last phase, and the bytes on the links of its hosts in that step."""
     net, step, main = Loopback(plan, world_size, grouping=IN_ORDER), 0, plan.program.main
     while main.phase_of(step) != imagined.last_phase(main):
         step += 1
     for number in range(step + 1):
         net.ledger.reset()
+        links = HostLinks(local_size)
+        for rank in net.ranks:
+            rank.observers[1:] = [links]
         net.allreduce_many([{n: numbers(s, rank, number) for n, s in SHAPES.items()} for rank in range(world_size)])
+    return net.ledger, links
+
+
+def counted(plan, world_size):
+    """What the ledger of real ranks has of a step in the method's last phase: the most of any rank."""
+    ledger, _ = exchanged(plan, world_size)
     ranks = range(world_size)
-    return max(map(net.ledger.bytes_sent, ranks)), max(map(net.ledger.bytes_on_wire, ranks)), net.ledger.collectives()
+    return max(map(ledger.bytes_sent, ranks)), max(map(ledger.bytes_on_wire, ranks)), ledger.collectives()
 
 
 @pytest.mark.parametrize("id,settings", VARIANTS, ids=names)
@@ -69,6 +114,56 @@ def test_bytes_are_those_of_real_ranks(id, settings):
         said, statuses = (model.work(plan, tensors, world_size, driver="mpi4py") for tensors in (SHAPES, {}))
         figures = said.sent - statuses.sent, round(said.on_wire - statuses.on_wire), said.calls - statuses.calls
         assert figures == counted(plan, world_size), f"{world_size} ranks"
+        assert said.on_host == pytest.approx(said.line) and said.hops == 0, "each rank has a host of its own"
+
+
+@pytest.mark.parametrize("id,settings", VARIANTS, ids=names)
+@pytest.mark.parametrize("num_nodes", [2, 4])
+def test_bytes_of_hosts_are_those_of_real_ranks(id, settings, num_nodes):
+    nodes = Nodes(num_nodes, WORLD_SIZE // num_nodes)
+    ranks = range(WORLD_SIZE)
+    flat = plan_of(id, min_elements=1, **settings)
+    one, status = (model.work(flat, x, WORLD_SIZE, None, "mpi4py", nodes.local_size) for x in (SHAPES, {}))
+    _, links = exchanged(flat, WORLD_SIZE, nodes.local_size)
+    assert one.on_host - status.on_host == pytest.approx(links.most)
+    plan = plan_of(id, min_elements=1, nodes=num_nodes, **settings)
+    two, status = (model.two_levels(plan, x, nodes, driver="mpi4py") for x in (SHAPES, {}))
+    ledger, links = exchanged(plan, WORLD_SIZE, nodes.local_size)
+    assert two.on_host - status.on_host == pytest.approx(links.most)
+    of_a_node = [sum(map(ledger.bytes_on_wire, nodes.ranks_of_node(node))) for node in range(num_nodes)]
+    if id != "gtopk" or num_nodes == 2:  # in its tree, the first node receives more than any node sends
+        assert two.on_host - status.on_host == pytest.approx(max(of_a_node), abs=nodes.local_size / 2), "rounded"
+    assert two.inside == max(map(ledger.bytes_inside_node, ranks))
+    assert two.sent - status.sent == max(map(ledger.bytes_sent, ranks))
+    assert round(two.on_wire - status.on_wire) == max(map(ledger.bytes_on_wire, ranks))
+
+
+def test_messages_of_hosts():
+    gathered, summed = ([(0, [Request.of(kind, "uint8", 800, 8)])] for kind in ("AllGather", "AllReduce"))
+    everyone = [(0, [Request.of("AllToAll", "uint8", 800, 8)])]
+    near, far = ([(0, [Request.of("AllToAll", "uint8", 100, 8, [0, *receives])])] for receives in ([100], [0, 100]))
+    found = [model.work_of(begun, 8, local_size=2) for begun in (gathered, summed, everyone, near, far)]
+    assert [(each.messages, each.hops) for each in found] == [(3, 4), (6, 8), (6, 1), (0, 1), (1, 0)]
+    assert [each.on_host for each in found] == [7 * 800, 2 * 7 / 8 * 800, 2 * 6 / 8 * 800, 0, 100]
+    alone = [model.work_of(begun, 8, local_size=8) for begun in (gathered, summed, everyone, near, far)]
+    assert {(each.messages, each.on_host) for each in alone} == {(0, 0)}, "on one host there is no link"
+
+
+def test_work_of_two_levels_is_that_of_the_owners():
+    tensors = {name: (1000,) for name in "abcdefgh"}
+    plan = plan_of("topk", bucket_elements=0, min_elements=1)
+    codec = Codec(tensor=1.0)
+    flat = model.work(plan, tensors, 8, lambda _: codec, "mpi4py", local_size=4)
+    two = model.two_levels(plan, tensors, Nodes(2, 4), lambda _: codec, "mpi4py")
+    one = model.work(plan, {"a": (1000,)}, 2, lambda _: codec, "mpi4py")
+    bare = model.work(plan, {}, 2, driver="mpi4py")
+    statuses = model.work(plan, {}, 8, driver="mpi4py", local_size=4)
+    assert (flat.codec, two.codec) == (8.0, 2.0), "each rank owns two of eight tensors"
+    assert two.calls == 2 + 2 + 2 * 8 and two.rounds == one.rounds + 2
+    assert two.on_host - statuses.on_host == 8 * (one.on_host - bare.on_host), "all owners share the link"
+    assert two.line - statuses.line == 2 * (one.line - bare.line)
+    assert two.inside == 2 * (8 - 2) * 4000
+    assert two.hops - statuses.hops == 2 * 3 * 8
 
 
 @pytest.mark.parametrize("id,settings", VARIANTS, ids=names)
@@ -106,10 +201,10 @@ def test_what_a_driver_adds():
 
 
 def test_fusion():
-    assert model.messages("AllReduce", [100] * 50, 4) == 2 * 3
-    assert model.messages("AllReduce", [model.FUSED] * 3, 4) == 3 * 2 * 3
-    assert model.messages("AllGather", [100] * 50, 4) == 3
-    assert model.messages("AllGather", [model.FUSED // 4] * 50, 4) == 50 * 3, "what all ranks gather must fit"
+    assert model.turns("AllReduce", [100] * 50, 4) == 2
+    assert model.turns("AllReduce", [model.FUSED] * 3, 4) == 3 * 2
+    assert model.turns("AllGather", [100] * 50, 4) == 1
+    assert model.turns("AllGather", [model.FUSED // 4] * 50, 4) == 50, "what all ranks gather must fit"
     each, one = (Request.of("AllToAll", "uint8", 100, p, receives) for p, receives in ((4, None), (64, [0, 100])))
     assert model.work_of([(0, [each])] * 50, 4).messages == 50 * 3, "Horovod does not fuse them"
     assert model.work_of([(0, [one])] * 50, 64).messages == 50, "a rank that has one partner waits for one"
@@ -192,12 +287,12 @@ def test_a_codec_is_timed():
 # -- predictions -----------------------------------------------------------------------------------
 
 
-def predicted(*rates, workers=(2, 64, 4096)):
+def predicted(*rates, workers=(2, 64, 4096), **hosts):
     methods = ["none", "topk", {"method": "scalecom", "label": "sc"}]
     entries = MethodsFile.open({"name": "t", "tasks": ["any"], "methods": methods}).methods
     known = {fitted.name_of(entry.plan.program.main): Codec(1e-4, 2e-9, 1e-5, 1e-9) for entry in entries}
     given = Fitted("horovod", TRUTH, known, {}, points())
-    return scale.predict(given, entries, nets.get("resnet32"), rates, workers)
+    return scale.predict(given, entries, nets.get("resnet32"), rates, workers, **hosts)
 
 
 def test_gathers_grow_and_sums_do_not():
@@ -215,6 +310,59 @@ def test_a_slower_link_takes_longer_and_as_many_bytes():
     assert (slow["seconds"] > fast["seconds"]).all() and slow["on_wire"].equals(fast["on_wire"])
     notes = scale.notes(Fitted("horovod", TRUTH, {}, {}, points()), ["100mbit", "10gbit"])
     assert notes[-1].startswith("10gbit: beyond the fit")
+
+
+def test_two_levels_gain_what_is_gathered_from_more_ranks():
+    frame = predicted("1gbit", workers=(8, 64, 512), local_size=8).set_index(["levels", "method", "workers"])
+    np.testing.assert_allclose(frame["seconds"], frame[[*model.CONSTANTS, "local"]].sum(axis=1))
+    on_host, seconds, codec = frame["on_host"], frame["seconds"], frame["codec"]
+    assert on_host[1, "topk", 512] / on_host[2, "topk", 512] == pytest.approx(511 / 63, rel=0.05), "and headers"
+    assert on_host[1, "dense", 512] / on_host[2, "dense", 512] == pytest.approx((511 / 512) / (63 / 64), rel=0.02)
+    assert seconds[1, "topk", 512] > seconds[2, "topk", 512]
+    assert codec[1, "sc", 64] > 2 * codec[2, "sc", 64], "each rank encodes the buckets that it owns"
+    assert (frame.query("workers == 8")[["on_host", "link", "byte"]] == 0).all(axis=None), "there is one host"
+
+
+def test_the_link_inside_a_host_costs_what_it_carries():
+    fast, slow = (predicted("1gbit", workers=(64,), local_size=8, inside=each) for each in ("80gbit", "800mbit"))
+    both = fast.merge(slow, on=["levels", "method", "on_host", "link", "inside"])
+    longer = (both["local_y"] - both["local_x"]).groupby(both["levels"])
+    two = both[both["levels"] == 2]
+    np.testing.assert_allclose(longer.get_group(2), 8 * two["inside"] * (1 / 8e8 - 1 / 8e10))
+    one = both[both["levels"] == 1]
+    line = one["link"] / (8 * TRUTH["link"] / 1e9)  # of rings, which are as fast as their slowest link
+    np.testing.assert_allclose(longer.get_group(1), 8 * line / 8e8 - one["link"])
+    with pytest.raises(ValueError, match="there must be 2 at least, and 8 on each host"):
+        predicted("1gbit", workers=(8, 12), local_size=8)
+
+
+def test_one_level_is_drawn_dashed_over_two():
+    frame = predicted("1gbit", "100mbit", workers=(8, 16, 64), local_size=8)
+    drawn = scale.draw(frame.assign(hosts=frame["workers"] // 8), "hosts")
+    ax = drawn.axes[1]
+    assert ax.get_title(loc="left") == "100mbit"
+    lines = {(line.get_linestyle(), line.get_color()): line for line in ax.get_lines()}
+    topk = next(line for line in ax.get_lines() if line.get_label() == "topk")
+    rows = frame[(frame["method"] == "topk") & (frame["rate"] == "100mbit")].set_index("levels")
+    for levels, style in ((1, "--"), (2, "-")):
+        line = lines[style, topk.get_color()]
+        assert list(line.get_xdata()) == [1, 2, 8] and list(line.get_ydata()) == list(rows["seconds"][levels])
+    assert len(scale.draw(predicted("1gbit")).axes[0].get_lines()) == 4, "one level alone is solid"
+
+
+def test_the_command_predicts_hosts_of_several_ranks(tmp_path):
+    results.save("cost-model-horovod", points(), tmp_path, constants=TRUTH, held_out={}, codecs={})
+    words = ["scale", "--set", "resnet32", "--methods", "fp16", "--per-host", "4", "--fitted", str(tmp_path)]
+    done = CliRunner().invoke(app, [*words, "--workers", "8,16", "--inside", "10gbit", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "1 level, by workers" in done.output and "2 levels, by workers" in done.output
+    written = json.loads((tmp_path / "scale-nodes.json").read_text())
+    assert (written["per_host"], written["inside"]) == (4, "10gbit")
+    assert {(row["levels"], row["method"]) for row in written["records"]} == {
+        (levels, method) for levels in (1, 2) for method in ("dense", "fp16")
+    }
+    bad = CliRunner().invoke(app, [*words, "--workers", "6"])
+    assert bad.exit_code == 2 and "and 4 on each host" in bad.output + (bad.stderr or "")
 
 
 def test_the_command_fits_predicts_and_writes(tmp_path):

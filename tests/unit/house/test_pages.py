@@ -28,6 +28,7 @@ PUBLIC = (
     "hvdcompress.horovod.torch",
     "hvdcompress.ddp",
     "hvdcompress.fsdp",
+    "hvdcompress.local_steps",
     "hvdcompress.horovod.tensorflow",
     "hvdcompress.horovod.keras",
     "hvdcompress.mpi",
@@ -47,7 +48,11 @@ SCRIPTS = {
 }
 GUIDES = ROOT / "docs" / "guides"
 # Pages whose examples need a launch of several ranks and a framework; the scripts in examples/ that they show are run.
-LAUNCHED = {*(f"{name}.md" for name in (*SCRIPTS.values(), "fsdp")), "advise.md", "reliability.md"}
+LAUNCHED = {
+    *(f"{name}.md" for name in (*SCRIPTS.values(), "fsdp", "nodes", "local-steps")),
+    "advise.md",
+    "reliability.md",
+}
 PAGES = [str(page.relative_to(ROOT)) for page in pages()]
 
 

@@ -1,0 +1,1 @@
+"""Accuracy of training with local steps, against exchanging the gradients of every step."""
