@@ -240,11 +240,7 @@ def build(net: str, data: Any) -> nn.Module:
 
 def optimizer_of(task: Task, net: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of a task, at the task's largest learning rate."""
-    common: dict[str, Any] = {
-        "params": net.parameters(),
-        "lr": task.learning_rate,
-        "weight_decay": task.weight_decay,
-    }
+    common: dict[str, Any] = {"params": net.parameters(), "lr": task.learning_rate, "weight_decay": task.weight_decay}
     if task.optimizer == "adamw":
         return torch.optim.AdamW(betas=(task.momentum, 0.999), **common)
     if task.optimizer == "adagrad":
