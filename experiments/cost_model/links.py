@@ -18,11 +18,11 @@ from typing import Any
 
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.rates import bits_of
 from experiments.cost_model import model
 from experiments.cost_model.fitted import sharing
 from experiments.cost_model.imagined import Request
 from experiments.report import results
+from hvdcompress.cli.numbers import bits_of
 
 MODULE = "experiments.cost_model.links"
 COLLECTIVES = {"AllReduce": "Allreduce", "AllGather": "Allgather", "AllToAll": "Alltoall"}  #: and MPI's names

@@ -16,6 +16,7 @@ import pytest
 from experiments.cluster import hosts, rates
 from experiments.cluster.hosts import Hosts
 from experiments.report import results
+from hvdcompress.cli.numbers import HEADERS
 from tests import ROOT, SMALL_EXPERIMENT
 from tests.installed import needs, python_path, without_tensorflow
 from tests.launched.test_training import start, wait_for_step
@@ -178,8 +179,8 @@ def bounds(on_wire: float, idle: float, collectives: int = 0) -> tuple[float, fl
     Most: acknowledgements on top, twice what Horovod's own negotiation sends when ``idle`` (bytes, in the same time),
     and 500 bytes for each collective, whose short messages have a frame each.
     """
-    least = 0.995 * (1 + rates.HEADERS) * on_wire
-    return least, (1 + 1.5 * rates.HEADERS) * on_wire + 2 * idle + 500 * collectives
+    least = 0.995 * (1 + HEADERS) * on_wire
+    return least, (1 + 1.5 * HEADERS) * on_wire + 2 * idle + 500 * collectives
 
 
 @pytest.mark.timeout(300)
