@@ -224,7 +224,7 @@ BUILDERS = {
     "transformer_wide": lambda data: ByteTransformer(data.context, width=256, heads=8),  # 1.8 million
     "transformer_deep": lambda data: ByteTransformer(data.context, width=512, blocks=6, heads=8),  # 19 million
     "lstm": lambda data: ByteLSTM(embedding=64, hidden=192),
-    "lstm_wide": lambda data: ByteLSTM(embedding=256, hidden=512),  # 2.0 million
+    "lstm_wide": lambda data: ByteLSTM(embedding=256, hidden=512),  # 1.8 million
 }
 
 
