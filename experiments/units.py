@@ -18,6 +18,7 @@ import joblib
 import pandas as pd
 
 import hvdcompress
+from experiments.cluster.launch import stoppable
 from experiments.report import jsonl
 
 FILE = "results.jsonl"
@@ -67,7 +68,7 @@ def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[list[dict[st
         jobs: how many units run side by side; one runs in this process.
 
     Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C; finished units are kept, as they are after any exception of a unit.
+        Stopped: Ctrl-C or SIGTERM; finished units are kept, as they are after any exception of a unit.
     """
     for threads in ("OMP_NUM_THREADS", "HVDCOMPRESS_THREADS"):
         os.environ.setdefault(threads, "1")  # one process per core, and times are those of one core
@@ -77,14 +78,15 @@ def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[list[dict[st
     if len(missing) < len(asked):
         print(f"{len(asked) - len(missing)} of {len(asked)} results are kept from an earlier run", flush=True)
     began, done = time.perf_counter(), 0
-    for alone in (False, True):
-        calls = [joblib.delayed(_result)(key, unit) for key, unit in missing.items() if unit.alone == alone]
-        parallel = joblib.Parallel(1 if alone else jobs, return_as="generator_unordered")
-        for result in parallel(calls):
-            jsonl.append(folder / FILE, result)
-            done += 1
-            left = timedelta(seconds=round((time.perf_counter() - began) / done * (len(missing) - done)))
-            print(f"[{done}/{len(missing)}] {missing[result['key']].name}, about {left} left", flush=True)
+    with stoppable():
+        for alone in (False, True):
+            calls = [joblib.delayed(_result)(key, unit) for key, unit in missing.items() if unit.alone == alone]
+            parallel = joblib.Parallel(1 if alone else jobs, return_as="generator_unordered")
+            for result in parallel(calls):
+                jsonl.append(folder / FILE, result)
+                done += 1
+                left = timedelta(seconds=round((time.perf_counter() - began) / done * (len(missing) - done)))
+                print(f"[{done}/{len(missing)}] {missing[result['key']].name}, about {left} left", flush=True)
     known = _results(folder)
     return [[{**unit.labels, **row} for row in known[unit.key]["found"]] for unit in units]
 

@@ -14,10 +14,10 @@ from pydantic import AfterValidator, Field, model_validator
 
 from experiments import nets
 from experiments.attach import DENSE, POWERSGD
-from experiments.cluster.rates import bits_of
 from experiments.configfile import NAME, ConfigFile, Entry, MethodEntry, Real
 from experiments.report.numbers import number
 from experiments.training import gradients as saved
+from hvdcompress.cli.numbers import bits_of
 from hvdcompress.registry import suggest
 
 Over = Literal["ring", "mpi", "gloo", "ddp", "mpi4py"]

@@ -95,8 +95,7 @@ class OverHorovod(OverTorch):
         if self.compressor:
             self.compressor.watch(clock)
             self.ledger = self.compressor.ledger
-            if what["alone"]:
-                self.compressor.load_state_dict(alone(self.compressor, tensors, what["alone"]))
+            work_alone(self.compressor, tensors, what["alone"])
         else:
             self.rank, self.ledger = hvd.rank(), Ledger(hvd.size(), hvd.rank())
             self.width = 2 if what["how"] == FP16 else 4
@@ -169,8 +168,7 @@ class OverMPI:
         self.compressor.watch(clock)
         self.names, self.ledger = list(tensors), self.compressor.ledger
         self.reduced: dict[str, Any] = {}
-        if what["alone"]:
-            self.compressor.load_state_dict(alone(self.compressor, tensors, what["alone"]))
+        work_alone(self.compressor, tensors, what["alone"])
 
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
         arrays = {name: gradient.numpy() for name, gradient in zip(self.names, gradients, strict=True)}
@@ -188,18 +186,17 @@ class OverMPI:
         self.compressor.close()
 
 
-def alone(compressor: Any, tensors: Shapes, steps: int) -> dict[str, Any]:
-    """Make steps of a method without the network, as if all ranks had the same gradients.
+def work_alone(compressor: Any, tensors: Shapes, steps: int) -> None:
+    """Bring a Compressor to its state after steps without the network, as if all ranks had the same gradients.
 
     For methods of several phases, of which the first one is not to be measured.
-
-    Returns:
-        The state after the steps, for ``compressor.load_state_dict``.
     """
+    if not steps:
+        return
     net = Loopback(compressor.plan, world_size=1)
     gradients = dict(zip(tensors, make_gradients(tensors, 0, 0.0), strict=True))
     for step in range(steps):
         rolled = {name: g.view(-1).roll(7919 * step).view(g.shape).numpy() for name, g in gradients.items()}
         net.allreduce_many([rolled])
-    saved = net.ranks[0].state_dict()
-    return saved | {"world": compressor.local.world_size, "rank": compressor.local.rank}
+    own = {"world": compressor.local.world_size, "rank": compressor.local.rank}
+    compressor.load_state_dict(net.ranks[0].state_dict() | own)

@@ -26,8 +26,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from experiments.bench.config import LOOPBACK, NOOP
-from experiments.cluster.rates import HEADERS, bits_of
 from experiments.report import numbers, plots, tables
+from hvdcompress.cli.numbers import HEADERS, bits_of
 
 PLACE = ["set", "rate"]
 PARTS = ("encode", "wire", "wait", "decode", "other")

@@ -25,7 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.cluster.rates import bits_of, title
+from experiments.cluster.rates import title
+from hvdcompress.cli.numbers import bits_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STATES = Path("/var/lib/hvdcompress")  #: a folder of programs for each set of hosts; /run may be mounted noexec

@@ -21,11 +21,11 @@ from experiments.bench.config import LOOPBACK, Bench
 from experiments.bench.lockstep import PARTS, time_steps
 from experiments.bench.report import summarize
 from experiments.bench.run import read
-from experiments.cluster.rates import bits_of
 from experiments.cost_model import model
 from experiments.cost_model.imagined import requests
 from experiments.cost_model.model import Codec, Driver
 from experiments.report import results
+from hvdcompress.cli.numbers import bits_of
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Program, load, plan_of
 

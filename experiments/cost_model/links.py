@@ -18,14 +18,14 @@ from typing import Any
 
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.rates import bits_of
 from experiments.cost_model import model
 from experiments.cost_model.fitted import sharing
 from experiments.cost_model.imagined import Request
 from experiments.report import results
+from hvdcompress.cli.numbers import bits_of
 
 MODULE = "experiments.cost_model.links"
-COLLECTIVES = ("AllReduce", "AllGather", "AllToAll")
+COLLECTIVES = {"AllReduce": "Allreduce", "AllGather": "Allgather", "AllToAll": "Alltoall"}  #: and MPI's names
 # Bytes that a rank passes: so few that only the latency counts, or so many that only the link does. In between they fit
 # in the buffers of sockets and token buckets, which a whole exchange overflows.
 SIZES = (8, 16, 32, 1 << 19, 1 << 21, 1 << 23)
@@ -40,17 +40,17 @@ def rank_main() -> None:
 
     comm = MPI.COMM_WORLD
     p = comm.size
-    calls: dict[str, Any] = {"AllReduce": comm.Allreduce, "AllGather": comm.Allgather, "AllToAll": comm.Alltoall}
-    for collective in COLLECTIVES:
+    for collective, name in COLLECTIVES.items():
+        call = getattr(comm, name)
         for size in SIZES:
             payload = np.zeros(-(-size // (4 * p)) * p, np.float32)  # a whole piece for each rank
             out = np.zeros(len(payload) * (p if collective == "AllGather" else 1), np.float32)
             times: list[float] = []
-            calls[collective](payload, out)  # connections are made at first use
+            call(payload, out)  # connections are made at first use
             while len(times) < REPEATS and (len(times) < 3 or sum(times) < AT_MOST):
                 comm.Barrier()
                 began = time.monotonic()  # one clock for all ranks: their hosts are on one machine
-                calls[collective](payload, out)
+                call(payload, out)
                 took = comm.allreduce(time.monotonic(), MPI.MAX) - comm.allreduce(began, MPI.MIN)
                 times.append(comm.bcast(took))
             if comm.rank == 0:

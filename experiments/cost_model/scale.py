@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from experiments import nets
-from experiments.cluster.rates import bits_of
 from experiments.configfile import MethodEntry
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.report import numbers, plots, tables
+from hvdcompress.cli.numbers import bits_of
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.plan import plan_of
 

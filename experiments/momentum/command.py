@@ -14,7 +14,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-FOLDER = Path("runs/momentum")
 
 
 @app.command()
@@ -28,7 +27,7 @@ def run(
     decay: Annotated[bool, typer.Option("--decay", help="Warm the rate up, and let it fall to 0.")] = False,
     ranks: Annotated[int, typer.Option(min=1, help="Simulated ranks.")] = 2,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs side by side, a core each.")] = 1,
-    folder: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
+    folder: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/momentum"),
 ) -> None:
     """Train; runs that have a result are skipped."""
     from experiments.momentum import contenders as table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -49,12 +48,7 @@ def reproduce(
             raise ValueError(f"the data of {task!r} is missing: {problem}")
     folder = output or Path("build/reproduce") / paper
     scale = Scale(seeds=(0,)) if full is False else Scale(full=bool(full))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as with Ctrl-C, its processes with it
-    try:
-        records = run.reproduce(found, folder, scale, jobs or len(os.sched_getaffinity(0)), split(claims))
-    except KeyboardInterrupt:
-        typer.echo("interrupted: what was measured is kept, and the same command goes on from there", err=True)
-        raise typer.Exit(130) from None
+    records = run.reproduce(found, folder, scale, jobs or len(os.sched_getaffinity(0)), split(claims))
     lines = [(record["claim"], record["text"], brief(record), record["number"]) for record in records]
     tables.show(pd.DataFrame(lines, columns=["claim", "what the paper says", "here it", "number"]))
     print(f"written: {folder / f'papers-{paper}.json'}")

@@ -27,7 +27,7 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
         One record per verdict.
 
     Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C; finished units are kept.
+        Stopped: Ctrl-C; finished units are kept.
         ValueError: there is no such claim.
     """
     needed = [(claim, how, sets) for claim in paper.named(only) for how, sets in claim.needed(scale).items()]

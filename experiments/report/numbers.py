@@ -6,6 +6,8 @@ import math
 
 from hvdcompress.cli import numbers
 
+seconds_of = numbers.duration  #: ``850 µs``, ``12.3 ms``, ``4.56 s``
+
 
 def number(value: float, digits: int = 3) -> str:
     """A plain number with so many significant digits: ``1234``, ``12.3``, ``0.0123``; a dash for NaN."""
@@ -15,11 +17,6 @@ def number(value: float, digits: int = 3) -> str:
 def num_bytes(value: float) -> str:
     """``999 B``, ``5.12 kB``, ``1.23 GB``; a kB has 1000 bytes, as networks count."""
     return numbers.size(value, "TB")
-
-
-def seconds_of(value: float) -> str:
-    """``850 µs``, ``12.3 ms``, ``4.56 s``."""
-    return numbers.duration(value)
 
 
 def rate_of(value: float) -> str:

@@ -135,11 +135,7 @@ def plot(frame: pd.DataFrame) -> plots.Figure:
     fastest = longest.sort_values("seconds").groupby("kind").head(9)["way"]
     drawn = medians[medians["way"].isin(fastest)].assign(ms=lambda rows: 1e3 * rows["seconds"])
     words = {"elements": "elements per rank", "ms": "ms per all-reduce"}
-
-    def decorate(ax: plots.Axes, _: pd.DataFrame) -> None:
-        ax.set(xscale="log", yscale="log")
-
-    return plots.lines(drawn, "elements", "ms", "way", "kind", words, decorate, share_y=True)
+    return plots.lines(drawn, "elements", "ms", "way", "kind", words, lambda ax, _: ax.loglog(), share_y=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from experiments.options import seeds_of
-
-if TYPE_CHECKING:
-    from experiments.to_accuracy.run import Setting
 
 app = typer.Typer(
     help="Seconds of training that each contender needs to a target accuracy, over emulated links.",
@@ -48,14 +45,6 @@ def _names(text: str, races: list[str]) -> list[str]:
     return names
 
 
-def _setting(folder: Path, driver: str, device: str) -> Setting:
-    from experiments.to_accuracy.run import Setting
-
-    if device == "cuda" and driver != "ddp":
-        raise ValueError("--device cuda: only DDP trains on a GPU here")
-    return Setting(folder, driver, device)
-
-
 @app.command()
 def train(
     races: RacesOption = "mlp",
@@ -72,11 +61,11 @@ def train(
 
     Accuracy per step does not depend on the link, so it is measured without one.
     """
-    from experiments.to_accuracy.run import train_all
+    from experiments.to_accuracy.run import Setting, train_all
 
     chosen = races.split(",")
     names, factors = _names(contenders, chosen), [float(word) for word in lrs.split(",")]
-    train_all(_setting(folder, driver, device), chosen, names, seeds_of(seeds), factors)
+    train_all(Setting(folder, driver, device), chosen, names, seeds_of(seeds), factors)
 
 
 @app.command("time")
@@ -91,10 +80,10 @@ def measure(
     folder: FolderOption = FOLDER,
 ) -> None:
     """Measure milliseconds per step, contenders in turns. Needs root. Keep the machine quiet."""
-    from experiments.to_accuracy.run import time_all
+    from experiments.to_accuracy.run import Setting, time_all
 
     chosen = races.split(",")
-    time_all(_setting(folder, driver, device), chosen, _names(contenders, chosen), rates.split(","), rounds, turn)
+    time_all(Setting(folder, driver, device), chosen, _names(contenders, chosen), rates.split(","), rounds, turn)
 
 
 @app.command()

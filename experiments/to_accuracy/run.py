@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
 from experiments.momentum.contenders import at_rate, without_rate
@@ -39,6 +37,10 @@ class Setting:
     folder: Path
     driver: str = "ddp"
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda" and self.driver != "ddp":
+            raise ValueError("--device cuda: only DDP trains on a GPU here")
 
     def measured(self, labels: Record, **more: Any) -> list[Record]:
         """Return the records of a launch of all ranks, which is made unless its results are kept.
@@ -104,9 +106,6 @@ def train_all(
 def train(setting: Setting, race: str, contender: str, seed: int) -> Record:
     """Return the result of a training: it is run if it has not been."""
     (record,) = setting.measured({"kind": "train", "race": race, "rate": None, "contender": contender, "seed": seed})
-    step = reached(record)
-    words = f"target after {step} steps" if step else "target not reached"
-    print(f"{race} {contender}, seed {seed}: {words}, {record['evaluations'][-1][2]:.2f} at the end", flush=True)
     return record
 
 
@@ -142,6 +141,4 @@ def time_all(
     for rate in rates:
         for race in races:
             labels = {"kind": "time", "race": race, "rate": rate, "rounds": rounds, "turn": turn}
-            for each in setting.measured(labels, contenders=names):
-                median = np.median(np.concatenate(each["milliseconds"]))
-                print(f"{race} at {rate}: {each['contender']} {median:.0f} ms", flush=True)
+            setting.measured(labels, contenders=names)

@@ -95,14 +95,14 @@ def _train(
         raise ValueError(f"--driver {driver}: Horovod is not installed for this Python; launch/setup.sh builds it")
     check(experiment)
     folder = choose(experiment.name if driver == "horovod" else f"{experiment.name}-{driver}", out, resume)
-    shared = "shared memory" if driver == "horovod" else "TCP on the loopback interface"
+    link = str(network or ("shared memory" if driver == "horovod" else "TCP on the loopback interface"))
     with stoppable():
-        prepare(folder, experiment, driver, str(network or shared))
+        prepare(folder, experiment, driver, link)
         place = str(network or f"{experiment.ranks} ranks")
         print(f"{experiment.name}: {len(experiment.runs())} runs on {place} → {folder}", flush=True)
         try:
             with network or contextlib.nullcontext():
-                finished = train(experiment, folder, driver, network)
+                finished = train(experiment, folder, driver, link, network)
         finally:
             if any((folder / "metrics").iterdir()):
                 publish([folder], folder)

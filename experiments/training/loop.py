@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.report import jsonl
 from experiments.training.experiment import Run, Task
-from experiments.training.tasks import Batch, data_of
+from experiments.training.tasks import data_of
 
 if TYPE_CHECKING:
     from experiments.training.trainers import DdpRanks, Trainer
@@ -48,8 +48,8 @@ def train(ranks: DdpRanks, run: Run, trainer: Trainer, file: Path, **notes: Any)
         Diverged: the loss is not finite.
         RuntimeError: the ranks' parameters differ in the end.
     """
-    task, compressor, data = run.task, trainer.compressor, data_of(run.task.task)
-    assert compressor
+    task, data = run.task, data_of(run.task.task)
+    compressor: Any = trainer.compressor
     ledger = compressor.ledger
     sizes = [parameter.size for parameter in trainer.parameters().values()]
 
@@ -84,7 +84,7 @@ def train(ranks: DdpRanks, run: Run, trainer: Trainer, file: Path, **notes: Any)
             scored = last or (step + 1) % (math.ceil(task.steps / EVALUATIONS / task.log_every) * task.log_every) == 0
             say("step", step=step + 1, loss=mean, **({"score": score()} if scored else {}))
             if scored:
-                computing += [_seconds_of(trainer.compute, batch) for _ in range(COMPUTED)]
+                computing += [trainer.compute(batch) for _ in range(COMPUTED)]
     mine = {
         "step_s": seconds / (task.steps - untimed),
         "codec_s": (ledger.seconds()["codec"] - codec) / (task.steps - untimed),
@@ -99,12 +99,6 @@ def train(ranks: DdpRanks, run: Run, trainer: Trainer, file: Path, **notes: Any)
     # means over ranks; but the others wait for the rank that transmits the most
     figures = {key: (max if key == "wire_bytes" else np.mean)([one[key] for one, _ in every]) for key in mine}
     say("finished", score=score(), parameters_sha256=every[0][1], counters=ledger.counters(), **figures)
-
-
-def _seconds_of(work: Callable[[Batch], None], batch: Batch) -> float:
-    began = time.perf_counter()
-    work(batch)
-    return time.perf_counter() - began
 
 
 def sums(ranks: DdpRanks, mine: Sequence[float], name: str) -> list[float]:

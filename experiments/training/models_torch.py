@@ -224,7 +224,7 @@ BUILDERS = {
     "transformer_wide": lambda data: ByteTransformer(data.context, width=256, heads=8),  # 1.8 million
     "transformer_deep": lambda data: ByteTransformer(data.context, width=512, blocks=6, heads=8),  # 19 million
     "lstm": lambda data: ByteLSTM(embedding=64, hidden=192),
-    "lstm_wide": lambda data: ByteLSTM(embedding=256, hidden=512),  # 2.0 million
+    "lstm_wide": lambda data: ByteLSTM(embedding=256, hidden=512),  # 1.8 million
 }
 
 
@@ -240,11 +240,7 @@ def build(net: str, data: Any) -> nn.Module:
 
 def optimizer_of(task: Task, net: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of a task, at the task's largest learning rate."""
-    common: dict[str, Any] = {
-        "params": net.parameters(),
-        "lr": task.learning_rate,
-        "weight_decay": task.weight_decay,
-    }
+    common: dict[str, Any] = {"params": net.parameters(), "lr": task.learning_rate, "weight_decay": task.weight_decay}
     if task.optimizer == "adamw":
         return torch.optim.AdamW(betas=(task.momentum, 0.999), **common)
     if task.optimizer == "adagrad":

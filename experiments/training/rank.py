@@ -1,7 +1,7 @@
 """Train the runs of an experiment that have no result yet. Every rank runs this module.
 
-    mpirun -np 2 python -m experiments.training.rank horovod runs/quickstart
-    torchrun --nproc-per-node 2 -m experiments.training.rank ddp runs/quickstart
+    mpirun -np 2 python -m experiments.training.rank horovod runs/quickstart "shared memory"
+    torchrun --nproc-per-node 2 -m experiments.training.rank ddp runs/quickstart TCP
 
 ``python -m experiments run`` builds such a line. Rank 0 appends events to ``metrics/RUN.jsonl``; a run whose file ends
 with ``finished`` or ``failed`` is not trained again, so the same line takes up where a killed one stopped.
@@ -10,7 +10,6 @@ with ``finished`` or ``failed`` is not trained again, so the same line takes up 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import sys
@@ -28,9 +27,8 @@ from experiments.training.trainers import Trainer, join
 
 def main() -> None:
     """Train what is left."""
-    driver, folder = sys.argv[1], Path(sys.argv[2])
+    driver, folder, link = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     ranks = join(driver)
-    launch = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
     versions = {"python": platform.python_version(), "hvdcompress": hvdcompress.__version__}
     versions["framework"] = f"PyTorch {torch.__version__}"
     runs = Experiment.open(folder / "config.yaml").runs()
@@ -44,7 +42,7 @@ def main() -> None:
         file = files[run.id]
         try:
             trainer = Trainer(driver, run.task, {"seed": run.seed, **run.method.settings}, run.seed)
-            train(ranks, run, trainer, file, launch=launch, versions=versions)
+            train(ranks, run, trainer, file, launch={"driver": driver, "link": link}, versions=versions)
         except Diverged as error:
             if ranks.rank() == 0:
                 jsonl.append(file, {"event": "failed", "error": str(error)})

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.cluster.rates import HEADERS, bits_of, title
+from experiments.cluster.rates import title
 from experiments.report import jsonl, numbers, plots, results, statistics, tables
 from experiments.training.experiment import Experiment
+from hvdcompress.cli.numbers import HEADERS, bits_of
 
 LINKS = ("100mbit", "1gbit", "10gbit")  #: for which a step's time is predicted
 LAST = 0.05  # the loss is the mean over so much of the steps, at the end

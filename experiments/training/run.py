@@ -60,22 +60,22 @@ def prepare(folder: Path, experiment: Experiment, driver: str, link: str) -> Non
         if not any(event["event"] == "finished" for event in events):
             file.unlink(missing_ok=True)
             continue
-        old = {**events[0]["spec"], "launch": {key: events[0]["launch"].get(key) for key in launched}}
+        old = {**events[0]["spec"], "launch": events[0]["launch"]}
         now = json.loads(json.dumps({**run.spec(), "launch": launched}))
         if changed := [key for key in now if old.get(key) != now[key]]:
             there = {key: old.get(key) for key in changed}
             raise ValueError(f"{file} was made with other settings, {there}: resume with the same, or leave --resume")
     experiment.save(folder / "config.yaml")
-    (folder / "launch.json").write_text(json.dumps(launched) + "\n", encoding="utf-8")
 
 
-def train(experiment: Experiment, folder: Path, driver: str, hosts: Hosts | None = None) -> bool:
+def train(experiment: Experiment, folder: Path, driver: str, link: str, hosts: Hosts | None = None) -> bool:
     """Launch ranks until every run has a result; a run that kills its ranks is marked as failed, and skipped.
 
     Args:
         experiment: what to train.
         folder: what :func:`prepare` has made ready; ``log.txt`` in it gets all that the ranks print.
         driver: "horovod", "gloo" or "ddp".
+        link: what the ranks' bytes go over.
         hosts: emulated hosts for the ranks, up.
 
     Returns:
@@ -85,7 +85,7 @@ def train(experiment: Experiment, folder: Path, driver: str, hosts: Hosts | None
         LaunchError: the ranks ended before they began a run.
         Stopped: Ctrl-C. Every rank has ended, and finished runs are kept.
     """
-    program = ("-m", RANK, driver, str(folder))
+    program = ("-m", RANK, driver, str(folder), link)
     launcher: launch.Driver = "mpi" if driver == "horovod" else "gloo" if driver == "gloo" else "ddp"
     log, progress = folder / "log.txt", Progress(experiment.runs(), folder)
     while waiting := progress.waiting():

@@ -104,13 +104,6 @@ def _shifted(x: np.ndarray, random: np.random.Generator, pad: int) -> np.ndarray
     return np.stack([padded[i, :, dy : dy + height, dx : dx + width] for i, (dy, dx, _) in enumerate(places)])
 
 
-def split(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices for training and held out: always the same ones, whatever the experiment's seed."""
-    order = np.random.default_rng(1797).permutation(count)
-    held_out = max(1, round(count * share))
-    return order[held_out:], order[:held_out]
-
-
 # -- loaders ------------------------------------------------------------------------------------
 
 
@@ -120,7 +113,8 @@ def digits(**augmented: Any) -> Images:
 
     raw = load_digits()
     x, y = (raw.images[:, None] / 16 - 0.3).astype(np.float32), raw.target.astype(np.int64)
-    train, held_out = split(len(y), 0.25)
+    order = np.random.default_rng(1797).permutation(len(y))  # the same ones are held out whatever the seed
+    held_out, train = np.split(order, [round(len(y) / 4)])
     return Images(x[train], y[train], x[held_out], y[held_out], classes=10, **augmented)
 
 
@@ -206,17 +200,16 @@ def windows(context: int) -> Bytes:
 class Metric(NamedTuple):
     """A measurement on the held-out set: ``value(nll, correct, count)`` from sums over its examples."""
 
-    name: str
     unit: str
     higher_is_better: bool
     value: Callable[[float, float, float], float]
 
 
-ACCURACY = Metric("held-out accuracy", "%", True, lambda nll, correct, count: 100 * correct / count)
-BITS_PER_BYTE = Metric("held-out bits per byte", "bits", False, lambda nll, correct, count: nll / count / math.log(2))
+ACCURACY = Metric("%", True, lambda nll, correct, count: 100 * correct / count)
+BITS_PER_BYTE = Metric("bits", False, lambda nll, correct, count: nll / count / math.log(2))
 
 
-class Task(NamedTuple):
+class Source(NamedTuple):
     """A task's loader, the net that it is trained with unless another is named, its measure, and a folder it needs."""
 
     load: Callable[..., Images | Bytes]
@@ -231,19 +224,18 @@ class Task(NamedTuple):
         return f"there is no {self.folder}: apt-get install dataset-fashion-mnist (Debian) brings it"
 
 
+CENTRED = partial(scaled_fashion_mnist, 0.286)
+LIKE_MNIST = partial(scaled_fashion_mnist, 0.1307, 0.3081)  #: as pytorch_mnist.py scales MNIST
 TASKS = {
-    "digits": Task(digits, "digits_net", ACCURACY),
-    "noisy_digits": Task(noisy_digits, "digits_net", ACCURACY),
-    "fashion_mnist": Task(fashion_mnist, "lenet5", ACCURACY, FASHION_MNIST),
-    "fashion_mnist_centred": Task(partial(scaled_fashion_mnist, 0.286), "mlp", ACCURACY, FASHION_MNIST),
-    "fashion_mnist_short": Task(  # for nets whose evaluation takes long
-        partial(scaled_fashion_mnist, 0.286, held_out=2000), "resnet", ACCURACY, FASHION_MNIST
-    ),
-    "fashion_mnist_example": Task(  # as pytorch_mnist.py scales MNIST
-        partial(scaled_fashion_mnist, 0.1307, 0.3081), "mnist_example", ACCURACY, FASHION_MNIST
-    ),
-    "bytes": Task(stdlib_bytes, "byte_transformer", BITS_PER_BYTE),
-    **{f"bytes{context}": Task(partial(windows, context), "transformer", BITS_PER_BYTE) for context in (32, 48, 128)},
+    "digits": Source(digits, "digits_net", ACCURACY),
+    "noisy_digits": Source(noisy_digits, "digits_net", ACCURACY),
+    "fashion_mnist": Source(fashion_mnist, "lenet5", ACCURACY, FASHION_MNIST),
+    "fashion_mnist_centred": Source(CENTRED, "mlp", ACCURACY, FASHION_MNIST),
+    # for nets whose evaluation takes long
+    "fashion_mnist_short": Source(partial(CENTRED, held_out=2000), "resnet", ACCURACY, FASHION_MNIST),
+    "fashion_mnist_example": Source(LIKE_MNIST, "mnist_example", ACCURACY, FASHION_MNIST),
+    "bytes": Source(stdlib_bytes, "byte_transformer", BITS_PER_BYTE),
+    **{f"bytes{context}": Source(partial(windows, context), "transformer", BITS_PER_BYTE) for context in (32, 48, 128)},
 }
 NETS = {
     "pictures": (

@@ -1,8 +1,11 @@
-"""Numbers with units as people read them."""
+"""Numbers with units as people read and write them."""
 
 from __future__ import annotations
 
 import math
+import re
+
+HEADERS = 66 / 1448  #: bytes of TCP, IP and Ethernet headers (with TCP's time stamps) for each byte of payload
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -28,3 +31,16 @@ def size(num_bytes: float, largest: str = "GB") -> str:
         num_bytes /= 1000
         units.pop(0)
     return f"{num_bytes:.0f} B" if units[0] == "B" else f"{number(num_bytes)} {units[0]}"
+
+
+def bits_of(rate: str) -> int:
+    """Return the bits per second of a link, as tc writes rates: ``100mbit``, ``2.5gbit``; 10kbit at least.
+
+    Raises:
+        ValueError: the text is not a rate.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.strip())
+    bits = round(float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]) if match else 0
+    if bits < 10_000:
+        raise ValueError(f"{rate!r} is not a rate: write 100mbit, 1gbit or 2.5gbit; 10kbit at least")
+    return bits

@@ -15,6 +15,7 @@ import numpy as np
 
 from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
+from hvdcompress.engine.rehearsal import gathers
 from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
@@ -27,6 +28,7 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.summary import summary
+from hvdcompress.method import TensorSpec
 from hvdcompress.optimizers import without_beta1
 from hvdcompress.plan import Bucket, Plan
 
@@ -83,9 +85,19 @@ class Compressor(ABC):
         """
         local = self.local
         nodes = find_nodes(self.plan.nodes, local.rank, local.world_size, location)
+        if nodes and self.plan.nodes == "auto" and not self._gathers():
+            # A sum crosses a node's link once, whatever the number of ranks, so a second level would only add to it
+            nodes = None
+            if local.rank == 0:
+                log.info_once("one level, although nodes is auto: the plan's methods only send sums")
         local.placement = Placement(nodes, local.rank) if nodes else None
         if nodes and local.rank == 0:
             log.info_once(f"exchange with two levels: {nodes}, uncompressed inside a node")
+
+    def _gathers(self) -> bool:
+        """Return whether a method of the plan gathers payloads; see :func:`hvdcompress.engine.rehearsal.gathers`."""
+        programs = [self.plan.program, *(rule.program for rule in self.plan.rules)]
+        return any(gathers(program.main, TensorSpec("sample", (256, 256))) for program in programs)
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -61,6 +61,15 @@ def rehearse(method: Method, phase: int, world_size: int, spec: TensorSpec) -> t
     return tuple(round for round, _ in _rehearse(method, phase, world_size, small))
 
 
+def gathers(method: Method, spec: TensorSpec) -> bool:
+    """Return whether ranks send each other payloads that the network does not add, in any phase of a method.
+
+    A node's link then carries more, the more ranks the node has.
+    """
+    rounds = (round for phase in range(len(method.phases)) for round in rehearse(method, phase, 2, spec))
+    return any(round.collective in ("AllGather", "AllToAll") for round in rounds)
+
+
 def lengths(method: Method, phase: int, world_size: int, spec: TensorSpec) -> tuple[int, ...]:
     """Return the lengths of rank 0's payloads in these collectives: elements, or bytes for a broadcast.
 

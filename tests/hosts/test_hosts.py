@@ -16,6 +16,7 @@ import pytest
 from experiments.cluster import hosts, launch, rates
 from experiments.cluster.hosts import Hosts
 from experiments.report import results
+from hvdcompress.cli.numbers import HEADERS
 from tests import ROOT, SMALL_EXPERIMENT
 from tests.installed import needs, python_path, without_tensorflow
 from tests.launched.test_training import start, wait_for_step
@@ -178,8 +179,8 @@ def bounds(on_wire: float, idle: float, collectives: int = 0) -> tuple[float, fl
     Most: acknowledgements on top, twice what Horovod's own negotiation sends when ``idle`` (bytes, in the same time),
     and 500 bytes for each collective, whose short messages have a frame each.
     """
-    least = 0.995 * (1 + rates.HEADERS) * on_wire
-    return least, (1 + 1.5 * rates.HEADERS) * on_wire + 2 * idle + 500 * collectives
+    least = 0.995 * (1 + HEADERS) * on_wire
+    return least, (1 + 1.5 * HEADERS) * on_wire + 2 * idle + 500 * collectives
 
 
 @pytest.mark.timeout(300)
@@ -210,7 +211,7 @@ def test_two_levels_save_what_the_interface_sends(nothing_left):
     one, two = found["0"], found["auto"]
     assert two["interface"] < 0.5 * one["interface"]
     # The ranks of a host exchange dense gradients with each other, and none of that crosses the link
-    assert (1 + rates.HEADERS) * two["ledger"] < two["interface"] < 1.5 * two["ledger"]
+    assert (1 + HEADERS) * two["ledger"] < two["interface"] < 1.5 * two["ledger"]
 
 
 def within(seconds, holds):

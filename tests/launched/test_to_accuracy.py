@@ -47,13 +47,13 @@ import numpy as np
 from experiments.momentum.tasks import constant
 from experiments.to_accuracy import rank
 from experiments.to_accuracy.races import RACES, Race
-from experiments.training.tasks import ACCURACY, TASKS, Images, Task
+from experiments.training.tasks import ACCURACY, TASKS, Images, Source
 
 RACE = Race(constant("fnn3", "tiny", 0.1, steps=4, batch_size=4), 0.0, every=2, ranks=2)
 RACES["tiny"] = RACE
 random = np.random.default_rng(0)
 x, y = random.standard_normal((40, 1, 28, 28), np.float32), random.integers(0, 10, 40)
-TASKS["tiny"] = Task(lambda: Images(x[:30], y[:30], x[30:], y[30:], classes=10), "fnn3", ACCURACY)
+TASKS["tiny"] = Source(lambda: Images(x[:30], y[:30], x[30:], y[30:], classes=10), "fnn3", ACCURACY)
 if __name__ == "__main__":
     rank.main()
 """

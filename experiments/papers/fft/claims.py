@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments import nets
-from experiments.cluster.rates import bits_of, title
+from experiments.cluster.rates import title
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
@@ -23,6 +23,7 @@ from experiments.report.numbers import number, percent, seconds_of
 from experiments.training import loop
 from experiments.training.experiment import Task
 from experiments.units import Unit
+from hvdcompress.cli.numbers import bits_of
 from hvdcompress.plan import load
 
 Settings = dict[str, Any]

@@ -113,13 +113,9 @@ def lemma(rows: pd.DataFrame) -> Verdict:
         judge(cells, f"the bound is broken {rows['above'].sum()} times in {len(rows)}"),
         f"{rows['above'].sum()} of {len(rows)} vectors are above the bound; slack {spread(per_seed(rows, 'slack'))}.",
         {"d/k, and what is left of the ranks' mean": table},
-        plots.lines(rows, "bound", "left", "select", None, labels, _diagonal, "."),
+        plots.lines(rows, "bound", "left", "select", None, labels, lambda ax, _: ax.plot([0, 1], [0, 1], "k"), "."),
         "What the leader's selection leaves of the ranks' mean against Lemma 1's bound: below the line it holds.",
     )
-
-
-def _diagonal(ax: Axes, _: pd.DataFrame) -> None:
-    ax.plot([0, 1], [0, 1], "k", lw=1, label="the bound")
 
 
 @PAPER.claim(
@@ -144,18 +140,17 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
     table = over_seeds(rows, ["workers", "factor", "method"], ["value", "gap"])
     rows = rows.assign(panel=rows["workers"].astype(str) + " workers")
     labels = {"factor": "learning rate in units of 0.05", "value": "held-out accuracy, %"}
+    drawn = plots.lines(
+        rows, "factor", "value", "method", "panel", labels, lambda ax, _: ax.set_xticks(settings.FACTORS), share_y=True
+    )
     return Verdict(
         judge(cells, "β 0.1 is neither above β 1 in every seed nor within a point of dense"),
         f"β 0.1 at {times} times the learning rate, in points: {'; '.join(told)}.",
         {"Held-out accuracy, %, and its gap to the best dense": table},
-        plots.lines(rows, "factor", "value", "method", "panel", labels, _ticks, share_y=True),
+        drawn,
         "Held-out accuracy by workers, learning rate and β: mean and range over seeds; trainings that diverged are "
         "missing.",
     )
-
-
-def _ticks(ax: Axes, _: pd.DataFrame) -> None:
-    ax.set_xticks(settings.FACTORS)
 
 
 @PAPER.claim("S5", "Models train without loss at 47x to 65x and at more than 100x.", settings.trained, trains=True)

@@ -25,7 +25,7 @@ from hvdcompress.cli.advise.measure import Measured, Measurements
 from hvdcompress.cli.advise.ranks import ALONE, DENSE, AdviseError, Contender, Ranks, UserError, contenders
 from hvdcompress.cli.advise.workload import Workload
 from hvdcompress.cli.console import fail, print_table
-from hvdcompress.cli.numbers import duration, number, size
+from hvdcompress.cli.numbers import bits_of, duration, number, size
 from hvdcompress.cli.started import is_first
 
 PATIENCE = 2.0  #: seconds within which a launcher ends the other ranks when one has failed
@@ -47,7 +47,7 @@ def advise(
     for which in (signal.SIGINT, signal.SIGTERM):
         signal.signal(which, _end)
     try:
-        rate = verdict.parse_rate(link) if link else 0.0
+        rate = bits_of(link) if link else 0.0
         asked, ranks = contenders(methods), Ranks()
     except Exception:  # the same on all ranks
         if is_first():

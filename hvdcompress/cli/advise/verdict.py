@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
 from hvdcompress.cli.advise.measure import Measured
 from hvdcompress.cli.advise.ranks import ALONE, DENSE
-from hvdcompress.cli.numbers import duration
+from hvdcompress.cli.numbers import HEADERS, duration
 
 LITTLE = 0.05  #: part of a step that a method has to save; the threshold is ours
-HEADERS = 66 / 1448  #: bytes of TCP, IP and Ethernet headers for each byte of payload
 
 
 def choose(found: Sequence[Measured]) -> Measured:
@@ -74,14 +72,6 @@ def how_to(best: Measured, driver: str) -> str:
         return f"from hvdcompress import ddp\nddp.attach(model, {words}, optimizer=optimizer)"
     call = f"hc.attach(optimizer, model.named_parameters(), {words})"
     return f"from hvdcompress.horovod import torch as hc\noptimizer = {call}"
-
-
-def parse_rate(text: str) -> float:
-    """Return the bits per second of a link such as "2.5gbit"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text.strip())
-    if not match or not float(match[1]):
-        raise ValueError(f"--link {text}: write a rate such as 100mbit, 1gbit or 2.5gbit")
-    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
 def predict(found: Sequence[Measured], rate: float) -> dict[str, float]:

@@ -18,6 +18,7 @@ from hvdcompress.cli.advise.losses import Curve, Trial, gap_of  # noqa: E402
 from hvdcompress.cli.advise.measure import Measured, Measurements  # noqa: E402
 from hvdcompress.cli.advise.ranks import ALONE, DENSE, AdviseError, Contender, Ranks, Training, contenders  # noqa: E402
 from hvdcompress.cli.advise.workload import UserError, Workload  # noqa: E402
+from hvdcompress.cli.numbers import bits_of  # noqa: E402
 
 SECONDS = 10.0
 
@@ -138,12 +139,12 @@ def test_where_there_is_nothing_to_gain_noise_is_not_taken_for_a_gain():
 def test_predictions_for_another_link_are_computing_and_bytes():
     found = field()
     found[1].on_wire, found[3].on_wire, found[3].codec = 125e6, 1.25e6, 0.01
-    predicted = verdict.predict(found, verdict.parse_rate("1gbit"))
+    predicted = verdict.predict(found, bits_of("1gbit"))
     assert predicted[DENSE] == pytest.approx(0.2 + 1 + 66 / 1448)
     assert predicted["topk"] == pytest.approx(0.2 + 0.01 + 0.01 * (1 + 66 / 1448))
     for text in ("fast", "1 mb", "0mbit"):
-        with pytest.raises(ValueError, match="--link"):
-            verdict.parse_rate(text)
+        with pytest.raises(ValueError, match="is not a rate"):
+            bits_of(text)
 
 
 def test_the_line_for_the_script():

@@ -15,7 +15,7 @@ from experiments import nets
 from experiments.bench import report, run
 from experiments.bench.config import BASELINES, Bench
 from experiments.bench.ranks import Group, RankError
-from experiments.cluster import rates
+from hvdcompress.cli.numbers import HEADERS
 from hvdcompress.plan import PlanError
 from tests import ROOT
 from tests.installed import needs
@@ -111,7 +111,7 @@ def test_speed_up_is_against_the_best_dense_all_reduce(records):
 def test_parts_add_up_to_the_median(records):
     row = records.loc["topk"]  # 6.0 s in 5 exchanges; the median is 1.0 s
     assert row["encode"] == pytest.approx(0.1 * 5 / 6) and row["decode"] == pytest.approx(0.05 * 5 / 6)
-    wire = 8 * (1 + rates.HEADERS) * 4e6 / 1e8
+    wire = 8 * (1 + HEADERS) * 4e6 / 1e8
     assert row["wire"] == pytest.approx(wire) and row["wait"] == pytest.approx(0.6 * 5 / 6 - wire)
     assert sum(row[part] for part in report.PARTS) == pytest.approx(1.0)
     assert records.loc["none ddp", list(report.PARTS)].isna().all(), "DDP's time cannot be split"

@@ -25,7 +25,7 @@ def data(monkeypatch):
     random = np.random.default_rng(0)
     x, y = random.standard_normal((40, 1, 28, 28), np.float32), random.integers(0, 10, 40)
     found = tasks.Images(x[:30], y[:30], x[30:], y[30:], classes=10)
-    monkeypatch.setitem(tasks.TASKS, "tiny", tasks.Task(lambda: found, "fnn3", tasks.ACCURACY))
+    monkeypatch.setitem(tasks.TASKS, "tiny", tasks.Source(lambda: found, "fnn3", tasks.ACCURACY))
     monkeypatch.setitem(TASKS, "tiny", TINY)
     return found
 

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments import __main__ as cli
+from experiments.cluster.launch import Stopped
 from experiments.papers import claims, run
 from experiments.papers.claims import Kind, Scale, judge
 from experiments.papers.frames import over_seeds, spread
@@ -87,14 +88,15 @@ def test_results_are_kept_and_shared(tmp_path, capsys):
 STOPPED = """
 import sys
 from pathlib import Path
+from experiments.cluster.launch import Stopped
 from experiments.papers import run
 from experiments.papers.claims import Scale
 from tests.unit.experiments import toy_claims
 if __name__ == "__main__":
     try:
         run.reproduce(toy_claims.paper({log!r}, seconds=1.5), Path({out!r}), Scale(seeds=(0,)), 2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except Stopped as stopped:
+        sys.exit(stopped.code)
 """
 
 
@@ -169,11 +171,11 @@ def test_the_command_measures_prints_and_writes(tmp_path, monkeypatch):
         assert said in done.output
 
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise Stopped(signal.SIGINT)
 
     monkeypatch.setattr(run, "reproduce", interrupted)
     stopped = CliRunner().invoke(cli.app, words)
-    assert stopped.exit_code == 130 and "what was measured is kept" in stopped.stderr
+    assert stopped.exit_code == 130 and "what is finished is kept" in stopped.stderr
 
 
 def test_a_paper_that_is_unknown_is_told():

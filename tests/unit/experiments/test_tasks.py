@@ -92,6 +92,7 @@ def pictures(channels=1, side=28):
 
 
 DATA = {"digits": (1, 8), "fashion": (1, 28), "colour": (3, 32)}
+#: not mnist_example, which is Horovod's with dropout, nor resnet_wide, which is resnet
 NETS = [
     ("digits_net", "digits", 123_690),
     ("digits_net", "fashion", 860_970),
@@ -101,6 +102,15 @@ NETS = [
     ("resnet20", "colour", 275_000),
     ("byte_transformer", "text", 466_944),
     ("byte_lstm", "text", 493_000),
+    ("mlp", "fashion", 1_863_690),
+    ("mlp_wide", "fashion", 5_824_522),
+    ("cnn", "fashion", 409_082),
+    ("cnn_wide", "fashion", 3_238_602),
+    ("transformer", "text", 276_480),
+    ("transformer_wide", "text", 1_720_320),
+    ("lstm", "text", 263_936),
+    ("lstm_wide", "text", 1_773_824),
+    ("transformer_deep", "text", 19_170_000),
 ]
 
 
