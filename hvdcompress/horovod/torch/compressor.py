@@ -18,6 +18,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.mpi_ops import _basics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress._torch.compressor import TensorCompressor, named
@@ -561,7 +562,8 @@ def _location(process_set: Any, setting: int | str) -> Location | None:
         reason = "Horovod makes process sets only with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment of all ranks"
     if reason and setting != "auto":
         raise ValueError(f"nodes = {setting}: {reason}")
-    if reason or process_set.size() != hvd.size():
+    # Where nodes have different numbers of ranks, Horovod's numbers describe only some of the nodes
+    if reason or process_set.size() != hvd.size() or not _basics.is_homogeneous():
         return None
     return Location(hvd.cross_rank(), hvd.cross_size(), hvd.local_rank(), hvd.local_size())
 
