@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.exchange import Exchange
@@ -22,12 +22,16 @@ from hvdcompress.ops.spec import Ops
 NAME = "cosine"  #: name of these all-reduces and of their bytes in the ledger
 
 
-class Product(NamedTuple):
+@dataclass(frozen=True)
+class Product:
     """Scalar product of a result and the uncompressed average, and the squared norms of both."""
 
     dot: float = 0.0
     result: float = 0.0
     dense: float = 0.0
+
+    def __add__(self, other: Product) -> Product:
+        return Product(self.dot + other.dot, self.result + other.result, self.dense + other.dense)
 
     @property
     def cosine(self) -> float:
@@ -122,11 +126,11 @@ class Comparison:
         Args:
             unused: names of the tensors whose results no rank uses.
         """
-        used = {name: product for name, product in self.products.items() if name not in unused}
+        # Sorted, because a sum of floats depends on the order, and all ranks report the same
+        used = {name: product for name, product in sorted(self.products.items()) if name not in unused}
         cosines = {name: product.cosine for name, product in used.items() if not math.isnan(product.cosine)}
         if cosines:
-            whole = Product(*map(sum, zip(*used.values(), strict=True)))
-            self._report(whole.cosine, cosines)
+            self._report(sum(used.values(), Product()).cosine, cosines)
 
     def _report(self, whole: float, cosines: Mapping[str, float]) -> None:
         local = self.local

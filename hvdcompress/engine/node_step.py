@@ -15,7 +15,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from hvdcompress.method import AllGather, AllToAll, Array, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.plan import Bucket
 
-PRODUCT_BYTES = 8 * len(Product._fields)  #: bytes of a :class:`Product` in float64
+PRODUCT_BYTES = 8 * len(fields(Product))  #: bytes of a :class:`Product` in float64
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,11 @@ class NodeBucket:
                 raise ValueError(f"tensor {member.name!r} has {member.size} elements, its gradient has {len(gradient)}")
             if index not in self._missing:
                 raise ValueError(f"tensor {member.name!r} got a second gradient in the same step")
-        if outs is None and len(self.bucket.members) == 1:
-            self._vector = gradients[0]  # the result may overwrite the gradient, so no copy is needed
+        if len(self.bucket.members) == 1:
+            # The result may overwrite the gradient, or is written to ``outs`` anyway, so no other buffer is needed
+            (vector,) = gradients if outs is None else outs
+            if vector.dtype == self.like.dtype:
+                self._vector = vector
         for index, gradient, out in zip(indices, gradients, gradients if outs is None else outs, strict=True):
             self.outs[index] = out
             self._missing.discard(index)
@@ -481,7 +484,7 @@ class NodeStep(Step):
         if self.comparison and self.finite:
             names = [self._tensors_of(owner) for owner in range(self.placement.nodes.local_size)]
             products = [self.comparison.products.get(name, Product()) for name in names[self.placement.local_rank]]
-            payload = np.array(products, np.float64).reshape(-1).view(np.uint8)
+            payload = np.array([astuple(each) for each in products], np.float64).reshape(-1).view(np.uint8)
             lengths = tuple(len(owned) * PRODUCT_BYTES for owned in names)
             self._products = self.levels.to_owner.start("cosine", 0, AllGather(payload), lengths=lengths)
 
@@ -490,9 +493,9 @@ class NodeStep(Step):
         if self.comparison and self._products:
             self.levels.to_owner.advance(self._products)
             for owner, payload in enumerate(self.levels.to_owner.result(self._products)):
-                numbers = payload.view(np.float64).reshape(-1, len(Product._fields))
-                names = self._tensors_of(owner)
-                self.comparison.products |= dict(zip(names, map(Product._make, numbers.tolist()), strict=True))
+                rows = payload.view(np.float64).reshape(-1, len(fields(Product))).tolist()
+                for name, row in zip(self._tensors_of(owner), rows, strict=True):
+                    self.comparison.products[name] = Product(*row)
         super().report_comparison()
 
     def _tensors_of(self, owner: int) -> list[str]:
