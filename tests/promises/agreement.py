@@ -35,6 +35,8 @@ def different_plans_are_one_message(driver: Any) -> None:
     _disagree(driver, ["'density'", "0.01", "0.02", "rank 1"], "topk", {"density": 0.02 if odd else 0.01})
     _disagree(driver, ["'seed'", "0", "1"], "topk", {"seed": int(odd)})
     _disagree(driver, ["'min_elements'"], "topk", {"min_elements": 5 if odd else 6})
+    if driver.nodes:
+        _disagree(driver, ["'nodes'", "rank 1"], "topk", {"nodes": 0 if odd else driver.num_nodes})
 
 
 @promise(ranks=2)

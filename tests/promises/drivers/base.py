@@ -196,7 +196,7 @@ class Driver(ABC):
 
     def placed(self, settings: Settings, method: Any = "") -> Settings:
         """Settings, with the number of nodes if there are two levels; a plan has it already."""
-        return {**settings, "nodes": self.num_nodes} if self.num_nodes and not isinstance(method, Plan) else settings
+        return {"nodes": self.num_nodes, **settings} if self.num_nodes and not isinstance(method, Plan) else settings
 
     def reshard(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The states of all ranks, from those of other ranks."""

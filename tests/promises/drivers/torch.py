@@ -88,7 +88,12 @@ class TorchHandle(Handle):
             probes |= {member.name: (steps - passed) * TorchDriver.probe for member in bucket.members}
             if not local.owns(bucket):
                 probes[bucket.members[0].name] += passed * 4 * bucket.members[0].size
-        return {**probes, "status": 64 * statuses * steps, "watchdog": self.sent().get("watchdog", 0)}
+        return {
+            **probes,
+            "status": 64 * statuses * steps,
+            "watchdog": self.sent().get("watchdog", 0),
+            "plan": self.sent().get("plan", 0),
+        }
 
 
 class TorchDriver(Driver):
