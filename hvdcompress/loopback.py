@@ -138,7 +138,8 @@ class Loopback:
                 self._exchange(bucket, networks, steps, gradients, outs)
             self._return_results([step for step in steps if isinstance(step, NodeStep)])
             reduced = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
-            self._verify(steps)
+            local_size = self.nodes.local_size if self.nodes else 1
+            verify.compare([step.checksums for step in steps], self.ranks[0].steps_done(), local_size)
         except BaseException:
             for step in steps:
                 step.abandon()
@@ -148,6 +149,8 @@ class Loopback:
             step.start_comparison()
         for step in steps:
             step.finish_comparison()
+        for step in steps:
+            step.report_comparison()
             step.close()
         self.ledger.steps += not reduced.non_finite
         self.ranks[0].warn_about_unused()
@@ -185,17 +188,6 @@ class Loopback:
             step.send_clipped_results()
         for step in steps:
             step.receive_results()
-
-    def _verify(self, steps: Sequence[Step]) -> None:
-        """Compare the checksums of ranks that exchange with each other: with two levels, others have other tensors.
-
-        Raises:
-            PeerError: they differ.
-        """
-        local_size = self.nodes.local_size if self.nodes else 1
-        for local_rank in range(local_size):
-            sums = [step.checksums if rank % local_size == local_rank else {} for rank, step in enumerate(steps)]
-            verify.compare(sums, self.ranks[0].steps_done())
 
     def trigger(self) -> None:
         """Restart the phases of all methods in the next step."""

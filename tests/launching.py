@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def environment(kind: str, **more: str) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        **({"NODES": str(num_nodes_of(kind)), "HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if num_nodes_of(kind) else {}),
         **(without_tensorflow() if more.get("DRIVER") == "torch" else {}),
         **more,
     }
@@ -40,8 +42,14 @@ def environment(kind: str, **more: str) -> dict[str, str]:
 
 def world_size_of(kind: str) -> int:
     """The ranks of "alone", "mpirun-3", "mpi-2" (Horovod's), "horovodrun-2" (the same), "gloo-2", "torchrun-2"
-    or "elastic-3" (Horovod's, at first; ``DISCOVER`` in the environment says which hosts there are)."""
-    return 1 if kind == "alone" else int(kind.split("-")[1])
+    or "elastic-3" (Horovod's, at first; ``DISCOVER`` in the environment says which hosts there are). "mpirun-2x2" has 2
+    nodes of 2 ranks, which exchange with two levels."""
+    return 1 if kind == "alone" else math.prod(map(int, kind.split("-")[1].split("x")))
+
+
+def num_nodes_of(kind: str) -> int:
+    """The nodes of a launch whose exchanges have two levels; 0 for one level."""
+    return int(kind.split("-")[1].split("x")[0]) if "x" in kind else 0
 
 
 def launch(

@@ -26,7 +26,7 @@ def record(driver: str, folder: Path) -> None:
     """Run a driver's two ranks, which write into a folder."""
     if driver == "loopback":
         os.environ[RECORD] = str(folder)
-        in_threads(2, folder, lambda one: keep(PROMISES[NAME], one))
+        in_threads(2, 0, folder, lambda one: keep(PROMISES[NAME], one))
         return
     names = [NAME, "traces_of_a_sharded_net"] if driver == "ddp" else [NAME]
     done = launch(

@@ -144,8 +144,8 @@ def two_levels(
 ) -> Work:
     """Return the work of an exchange with two levels; arguments as in :func:`work`, with the hosts as ``nodes``."""
     p, local_size = nodes.num_nodes * nodes.local_size, nodes.local_size
-    placement = Placement(nodes, 0)
-    buckets = placement.buckets(plan, (TensorSpec(*each) for each in tensors.items()), GROUPINGS[driver], {})
+    specs = [TensorSpec(*each) for each in tensors.items()]
+    placement, buckets = Placement(nodes, 0).group(plan, specs, GROUPINGS[driver], {})
     owned = [[bucket for bucket in buckets if placement.owner(bucket) == rank] for rank in range(local_size)]
     owners = pd.DataFrame([_exchanges(each, nodes.num_nodes, codec)[0] for each in owned])
     sizes = np.array([4 * sum(bucket.spec.size for bucket in each) for each in owned])

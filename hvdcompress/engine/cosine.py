@@ -68,10 +68,14 @@ class Comparison:
 
     Args:
         local: this rank's state.
+
+    Attributes:
+        products: {tensor name: product}.
     """
 
     def __init__(self, local: RankState):
         self.local = local
+        self.products: dict[str, Product] = {}
         self._copies: dict[str, Array] = {}  # {bucket name: gradients / world}
         self._results: dict[str, list[Array]] = {}
         self._in_flight: list[tuple[Exchange, Pending]] = []
@@ -101,15 +105,12 @@ class Comparison:
                 collective = AllReduce(self._copies[exchange.name], "sum", may_overwrite=True)
                 self._in_flight.append((exchange, collectives.start(NAME, number, collective, setup.ops, setup.like)))
 
-    def finish(self, collectives: Collectives, exact: Mapping[str, Product], unused: Collection[str]) -> None:
-        """Wait for the all-reduces, compare, and report to the observers.
+    def finish(self, collectives: Collectives) -> None:
+        """Wait for the all-reduces and compare.
 
         Args:
             collectives: the network.
-            exact: {tensor name: product} of the tensors that the driver's framework averaged.
-            unused: names of the tensors whose results no rank uses.
         """
-        products = dict(exact)
         for exchange, pending in self._in_flight:
             collectives.advance(pending)
             average = collectives.result(pending)
@@ -117,8 +118,16 @@ class Comparison:
             for member, (start, stop), result in zip(
                 bucket.members, bucket.spans, self._results[exchange.name], strict=True
             ):
-                products[member.name] = Product.of(result, average[start:stop], exchange.setup.ops)
-        used = {name: product for name, product in products.items() if name not in unused}
+                self.products[member.name] = Product.of(result, average[start:stop], exchange.setup.ops)
+
+    def report(self, unused: Collection[str]) -> None:
+        """Report the cosines to the observers.
+
+        Args:
+            unused: names of the tensors whose results no rank uses.
+        """
+        # Sorted, because a sum of floats depends on the order, and all ranks report the same
+        used = {name: product for name, product in sorted(self.products.items()) if name not in unused}
         cosines = {name: product.cosine for name, product in used.items() if not math.isnan(product.cosine)}
         if cosines:
             self._report(sum(used.values(), Product()).cosine, cosines)

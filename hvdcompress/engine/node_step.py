@@ -15,7 +15,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,10 @@ import numpy as np
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.bucket_state import Memory
 from hvdcompress.engine.collectives import Collectives, Pending
+from hvdcompress.engine.cosine import Product
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.nodes import Placement
+from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import IGNORE_FLOAT_WARNINGS, Agree, Framework, Step
 from hvdcompress.engine.telemetry.observer import Observer
@@ -32,6 +34,8 @@ from hvdcompress.engine.transport import Transport
 from hvdcompress.method import AllGather, AllToAll, Array, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.plan import Bucket
+
+PRODUCT_BYTES = 8 * len(fields(Product))  #: bytes of a :class:`Product` in float64
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,11 @@ class NodeBucket:
                 raise ValueError(f"tensor {member.name!r} has {member.size} elements, its gradient has {len(gradient)}")
             if index not in self._missing:
                 raise ValueError(f"tensor {member.name!r} got a second gradient in the same step")
-        if outs is None and len(self.bucket.members) == 1:
-            self._vector = gradients[0]  # the result may overwrite the gradient, so no copy is needed
+        if len(self.bucket.members) == 1:
+            # The result may overwrite the gradient, or is written to ``outs`` anyway, so no other buffer is needed
+            (vector,) = gradients if outs is None else outs
+            if vector.dtype == self.like.dtype:
+                self._vector = vector
         for index, gradient, out in zip(indices, gradients, gradients if outs is None else outs, strict=True):
             self.outs[index] = out
             self._missing.discard(index)
@@ -243,6 +250,7 @@ class NodeStep(Step):
         super().__init__(local, levels.world, config, agree, framework)
         assert local.placement is not None
         self.placement: Placement = local.placement
+        self._agrees_again = agree is Agree.BEFORE_WAITING
         self.network = levels.between
         self.levels = levels
         self.node_buckets: dict[str, NodeBucket] = {}
@@ -250,6 +258,7 @@ class NodeStep(Step):
         self._to_return: deque[NodeBucket] = deque()  # whose result is not on its way yet, in the order of their start
         self._from_owner: deque[NodeBucket] = deque()  # with a result in flight
         self._norms: Pending | None = None  # the norms of the results of all ranks of the node
+        self._products: Pending | None = None  # the products of all ranks of the node, in a step that compares
 
     # -- adding gradients -----------------------------------------------------------------------------------
 
@@ -336,6 +345,22 @@ class NodeStep(Step):
             return f"the result of tensor {waiting.name!r} from rank {local_ranks[waiting.owner]} of this node"
         return super().waits_for()
 
+    # -- the ranks agree ------------------------------------------------------------------------------------
+
+    def _checksums_of_all(self) -> dict[str, int]:
+        """Return nothing: each rank of a node has the state of other tensors, so checksums are compared later."""
+        return {}
+
+    def receive_status(self) -> None:
+        """Wait for the reduced status and apply it; see :meth:`Step.receive_status`. Then compare checksums."""
+        is_first = self._first_status is not None
+        super().receive_status()
+        # Only now is it certain that all ranks are at the same step, and so compare in the same one
+        if is_first and self.local.verifies():
+            texts = self.collectives.gather_text("verify", json.dumps(self.checksums))
+            local_size = self.placement.nodes.local_size
+            verify.compare([json.loads(text) for text in texts], self.local.steps_done(), local_size)
+
     # -- the levels -----------------------------------------------------------------------------------------
 
     def _receive_sums(self, count: int) -> None:
@@ -375,7 +400,7 @@ class NodeStep(Step):
     def send_norm(self) -> None:
         """Once all exchanges are done: start sending the norm of the results of this rank, if results are clipped."""
         if self.clip_norm is not None:
-            own = np.linalg.norm([exchange.norm() for exchange in self.exchanges.values()])
+            own = np.linalg.norm(sorted(exchange.norm() for exchange in self.exchanges.values()))
             payload = np.array([own], np.float64).view(np.uint8)
             lengths = (8,) * self.placement.nodes.local_size
             self._norms = self.levels.to_owner.start("norm", 0, AllGather(payload), lengths=lengths)
@@ -439,18 +464,49 @@ class NodeStep(Step):
                 raise RuntimeError(f"{node_bucket.describe_missing()}; add them, or call fill_missing()")
         super()._refuse_missing()
 
+    @IGNORE_FLOAT_WARNINGS
+    def finish(self) -> None:
+        """Complete all exchanges, then keep or discard the new state; see :meth:`Step.finish`."""
+        if self.agree is Agree.BEFORE_WAITING:
+            # The owners see only now whether the sums are finite, and run the methods. So the ranks agree again
+            self._wait_for_status()
+            with self.defer_errors:
+                self._receive_sums(len(self._to_owner))
+            self._agrees_again = False
+            self.send_status()
+        super().finish()
+
+    # -- comparison with the uncompressed average -----------------------------------------------------------
+
+    def finish_comparison(self) -> None:
+        """Compare the results of this rank, and start sending the products to the other ranks of its node."""
+        super().finish_comparison()
+        if self.comparison and self.finite:
+            names = [self._tensors_of(owner) for owner in range(self.placement.nodes.local_size)]
+            products = [self.comparison.products.get(name, Product()) for name in names[self.placement.local_rank]]
+            payload = np.array([astuple(each) for each in products], np.float64).reshape(-1).view(np.uint8)
+            lengths = tuple(len(owned) * PRODUCT_BYTES for owned in names)
+            self._products = self.levels.to_owner.start("cosine", 0, AllGather(payload), lengths=lengths)
+
+    def report_comparison(self) -> None:
+        """Wait for the products of all ranks of the node, and report the results of the comparison."""
+        if self.comparison and self._products:
+            self.levels.to_owner.advance(self._products)
+            for owner, payload in enumerate(self.levels.to_owner.result(self._products)):
+                rows = payload.view(np.float64).reshape(-1, len(fields(Product))).tolist()
+                for name, row in zip(self._tensors_of(owner), rows, strict=True):
+                    self.comparison.products[name] = Product(*row)
+        super().report_comparison()
+
+    def _tensors_of(self, owner: int) -> list[str]:
+        """Return the names of the tensors that a rank of this node owns, in the same order on all ranks."""
+        owned = [each for _, each in sorted(self.node_buckets.items()) if each.owner == owner]
+        return [member.name for each in owned for member in each.bucket.members]
+
     # -- the end --------------------------------------------------------------------------------------------
 
     def _clip(self, limit: float) -> None:
         """Do nothing: the results were clipped before the owners sent them."""
-
-    def _compute_checksums(self) -> dict[str, int]:
-        """Return the checksums of all ranks of this node: each has only the state of the buckets that it owns."""
-        own = super()._compute_checksums()
-        if self.agree is None:
-            return own
-        texts = self.levels.to_owner.gather_text("verify", json.dumps(own))
-        return {name: checksum for text in texts for name, checksum in json.loads(text).items()}
 
     @IGNORE_FLOAT_WARNINGS
     def close(self) -> None:

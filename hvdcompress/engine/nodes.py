@@ -92,7 +92,7 @@ def find_nodes(setting: int | str, rank: int, world_size: int, location: Locatio
 
 
 class Placement:
-    """Which rank of a node owns each tensor.
+    """Which rank of a node owns each tensor; immutable.
 
     The result depends only on the tensors and on the order in which they appear, so all ranks have the same. A tensor
     keeps its owner, because the owner has its residual.
@@ -100,34 +100,51 @@ class Placement:
     Args:
         nodes: the nodes.
         rank: this rank.
+        owners: see below; the owners so far.
+        sizes: {tensor name: number of elements} of tensors that have an owner.
 
     Attributes:
         node: the node of this rank.
         local_rank: the index of this rank among the ranks of its node.
+        owners: {name of a tensor or bucket: local rank of its owner}.
     """
 
-    def __init__(self, nodes: Nodes, rank: int):
+    def __init__(
+        self,
+        nodes: Nodes,
+        rank: int,
+        owners: Mapping[str, int] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ):
         self.nodes = nodes
+        self.rank = rank
         self.node = nodes.node_of(rank)
         self.local_rank = nodes.local_rank(rank)
-        self._owners: dict[str, int] = {}  # {tensor name: local rank}
-        self._loads = [0] * nodes.local_size  # elements that each local rank owns
+        self.owners: Mapping[str, int] = owners or {}
+        self._sizes: Mapping[str, int] = sizes or {}
 
     def owner(self, bucket: Bucket) -> int:
         """Return the local rank of the bucket's owner."""
-        return self._owners[bucket.members[0].name]
+        return self.owners[bucket.members[0].name]
 
     def owns(self, bucket: Bucket) -> bool:
         """Return whether this rank owns a bucket."""
         return self.owner(bucket) == self.local_rank
 
-    def buckets(
+    def is_split(self, bucket: Bucket) -> bool:
+        """Return whether tensors of a bucket have different owners, because a state with other owners was loaded."""
+        return len({self.owners[member.name] for member in bucket.members}) > 1
+
+    def group(
         self, plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None, ages: Mapping[str, Any]
-    ) -> list[Bucket]:
+    ) -> tuple[Placement, list[Bucket]]:
         """Group tensors into buckets as :meth:`Plan.buckets` does, and choose the owners of new tensors.
 
         The owner with the fewest elements so far gets the largest bucket, and so on. A bucket contains only tensors of
         one owner.
+
+        Returns:
+            The placement with these tensors, and the buckets.
         """
         specs = list(specs)
         limit = sum(spec.size for spec in specs) // (BUCKETS_PER_RANK * self.nodes.local_size)
@@ -137,21 +154,26 @@ class Placement:
                 bucket_elements=min(grouping.bucket_elements, limit),
                 per_tensor_elements=min(grouping.per_tensor_elements, limit),
             )
+        owners = dict(self.owners)
+        sizes = {**self._sizes, **{spec.name: spec.size for spec in specs}}
 
         def grouped() -> list[Bucket]:
-            keys = {spec.name: (ages.get(spec.name), self._owners.get(spec.name)) for spec in specs}
+            keys = {spec.name: (ages.get(spec.name), owners.get(spec.name)) for spec in specs}
             return plan.buckets(specs, grouping, keys)
 
-        new = [bucket for bucket in grouped() if bucket.members[0].name not in self._owners]
+        loads = [0] * self.nodes.local_size  # elements that each local rank owns
+        for name, size in sizes.items():
+            if name in owners:
+                loads[owners[name]] += size
+        new = [bucket for bucket in grouped() if bucket.members[0].name not in owners]
         for bucket in sorted(new, key=lambda each: (-each.spec.size, each.spec.name)):
-            owner = min(range(self.nodes.local_size), key=lambda each: self._loads[each])
-            self._loads[owner] += bucket.spec.size
-            self._owners |= {member.name: owner for member in bucket.members}
-        return grouped()
+            owner = min(range(self.nodes.local_size), key=lambda each: loads[each])
+            loads[owner] += bucket.spec.size
+            owners |= {member.name: owner for member in bucket.members}
+        buckets = grouped()
+        owners |= {bucket.spec.name: owners[bucket.members[0].name] for bucket in buckets}
+        return Placement(self.nodes, self.rank, owners, sizes), buckets
 
     def with_owners(self, owners: Mapping[str, int]) -> Placement:
-        """Return a placement in which these tensors have these owners, and other tensors keep theirs."""
-        other = Placement(self.nodes, self.node * self.nodes.local_size + self.local_rank)
-        other._owners = {**self._owners, **owners}
-        other._loads = list(self._loads)
-        return other
+        """Return a placement in which these tensors and buckets have these owners, and others keep theirs."""
+        return Placement(self.nodes, self.rank, {**self.owners, **owners}, self._sizes)

@@ -137,7 +137,8 @@ class RankState:
         """
         ages = self.ages() if ages is None else ages
         if self.placement:
-            return self.placement.buckets(self.plan, specs, grouping, ages)
+            self.placement, buckets = self.placement.group(self.plan, specs, grouping, ages)
+            return buckets
         return self.plan.buckets(specs, grouping, ages)
 
     @property
@@ -498,8 +499,7 @@ class RankState:
         head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
         head |= {"world": self.world_size, "rank": self.rank}
         if self.placement:
-            owners = {n: self.placement.owner(b) for b in self.buckets() for n in (b.spec.name, *_names(b))}
-            head["nodes"] = snapshot.layout(self.placement.nodes, owners)
+            head["nodes"] = snapshot.layout(self.placement.nodes, self.placement.owners)
         head[origin.MADE_BY] = origin.made_by(self.driver, self.optimizer, self.steps())
         head["fallback"] = self.fallback.state()
         head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
@@ -523,6 +523,7 @@ class RankState:
             ValueError: format, number of ranks, rank or tensors do not match, or an array does not fit its slot. The
                 message names the mismatch.
         """
+        snapshot.check(saved)
         before = self.placement
         self.adopt_owners(saved)
         try:
@@ -542,8 +543,10 @@ class RankState:
             known = {member.name for bucket in buckets for member in bucket.members}
             if unknown := sorted(saved["steps"].keys() - known):
                 raise ValueError(f"the saved state has tensors that the model does not have: {', '.join(unknown)}")
-        everything = self.buckets() if buckets is None else buckets
-        found = [self._restored(saved, bucket) for bucket in everything]
+        if buckets is None:
+            # The tensors of the other buckets have other owners now: each claims its state when it appears
+            buckets = [each for each in self.buckets() if not (self.placement and self.placement.is_split(each))]
+        found = [self._restored(saved, each) for each in buckets]
         self._replace({state.bucket.spec.name: state for state in found if state})
         self._loaded = snapshot.without_buckets(saved, self.buckets())
         self._claimed_by = self.round + SEEN

@@ -183,6 +183,7 @@ class Step:
         self._error_text = ""  # the error that the sent status reported
         self._requested_trigger = False  # whether the status carried a request of this rank for a trigger
         self._device_flags: dict[Any, Flag] = {}  # {device: whether its gradients are finite}, not read yet
+        self._agrees_again = False  # whether another status of this step follows, which will report errors
         self._last_poll = 0.0  # time of the last poll()
         self.defer_errors = DeferErrors(self)
 
@@ -349,15 +350,15 @@ class Step:
         self._read_device_flags()
         # A rank with an error may not know its loss scale. Sending 1 lets the ranks report the error and not the scale.
         scale = self.loss_scale if self.error is None else 1.0
-        self.checksums = self._compute_checksums() if self.local.verifies() else {}
-        state = self.config.fingerprint(steps, self.checksums)
+        self.checksums = self.framework.checksums(self.local) if self.local.verifies() else {}
+        state = self.config.fingerprint(steps, self._checksums_of_all())
         return Status(
             self.error is not None, not self.finite, self._requested_trigger, self.local.replaced, state, scale
         )
 
-    def _compute_checksums(self) -> dict[str, int]:
-        """Return {name: checksum} of the state that must be equal on all ranks."""
-        return self.framework.checksums(self.local)
+    def _checksums_of_all(self) -> dict[str, int]:
+        """Return the checksums that all ranks have, for the status, which tells whether they are equal."""
+        return self.checksums
 
     def send_status(self) -> None:
         """Start sending this rank's status to all ranks, without waiting."""
@@ -401,7 +402,7 @@ class Step:
             raise peer_error(self.collectives.gather_text("error", self._error_text)) from self.error
         if not status.agreed:
             status.raise_disagreement()
-        if self.error:
+        if self.error and not self._agrees_again:
             raise self.error
         self.apply_status(status)
 
@@ -448,13 +449,7 @@ class Step:
         Raises:
             PeerError: a rank failed, or the ranks disagree; raised on every rank.
         """
-        # Until the status is there, process results that happen to be ready, but do not wait for any of them: a rank
-        # that failed may never start its part.
-        if self.agree is Agree.BEFORE_WAITING:
-            while self._first_status and not self.collectives.ready(self._first_status):
-                with self.defer_errors:
-                    self._advance_any()
-        self.receive_status()
+        self._wait_for_status()
         self._refuse_missing()
         self._drain()
         # The first status was sent before the gradients, so only the last one can tell whether they are finite
@@ -470,7 +465,18 @@ class Step:
                 self.unused = {name for name, use in zip(self.config.tensors, everyones_use, strict=True) if not use}
         self.start_comparison()
         self.finish_comparison()
+        self.report_comparison()
         self.close()
+
+    def _wait_for_status(self) -> None:
+        """Wait for the reduced status if it was sent, and apply it; see :meth:`receive_status`."""
+        # Until the status is there, process results that happen to be ready, but do not wait for any of them: a rank
+        # that failed may never start its part.
+        if self.agree is Agree.BEFORE_WAITING:
+            while self._first_status and not self.collectives.ready(self._first_status):
+                with self.defer_errors:
+                    self._advance_any()
+        self.receive_status()
 
     def start_comparison(self) -> None:
         """Start the all-reduces of uncompressed gradients, in steps selected by the plan's ``cosine_every``.
@@ -487,8 +493,13 @@ class Step:
             norms = {
                 passed.next_step.bucket.spec.name: float(passed.gradient.norm()) for passed in self._passed_through
             }
-            exact = {name: Product.exact(norm, factor) for name, norm in norms.items()}
-            self.comparison.finish(self.network, exact, self.unused)
+            self.comparison.products |= {name: Product.exact(norm, factor) for name, norm in norms.items()}
+            self.comparison.finish(self.network)
+
+    def report_comparison(self) -> None:
+        """Report the results of the comparison to the observers."""
+        if self.comparison and self.finite:
+            self.comparison.report(self.unused)
 
     def _refuse_missing(self) -> None:
         """Raise RuntimeError if an exchange lacks gradients, or if the factor was not set."""
@@ -618,7 +629,8 @@ class Step:
     def _apply_clipping(self, limit: float, norms: list[float]) -> None:
         """Clip the results of this rank, given the norms of all results but the passed-through ones."""
         norms = norms + [float(passed.gradient.norm()) / self.loss_scale for passed in self._passed_through]
-        norm = self.local.gradient_norm = float(np.linalg.norm(norms))
+        # Sorted, because a sum of floats depends on the order, and gradients may have arrived in different orders
+        norm = self.local.gradient_norm = float(np.linalg.norm(sorted(norms)))
         factor = min(1.0, limit / (norm + 1e-6))
         for exchange in self.exchanges.values():
             exchange.clip(self._factors[exchange.name], factor)

@@ -36,7 +36,7 @@ from hvdcompress.engine import compressor  # noqa: E402
 from hvdcompress.engine.agreement import SharedConfig, compare_configs, peer_error  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
 from hvdcompress.engine.node_step import Levels, new_step  # noqa: E402
-from hvdcompress.engine.nodes import Location  # noqa: E402
+from hvdcompress.engine.nodes import Location, find_nodes  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.engine.telemetry import log  # noqa: E402
@@ -90,6 +90,7 @@ class Compressor(compressor.Compressor):
         error: Exception | None = None
         try:
             plan = plan_of(method, **settings)
+            find_nodes(plan.nodes, comm.rank, comm.size, None)  # raises if the ranks cannot be distributed
         except Exception as caught:
             # The other ranks wait below to compare plans: tell them about the error before it is raised
             error = caught
@@ -185,6 +186,7 @@ class Compressor(compressor.Compressor):
         began = time.perf_counter()
         self._transport.begin()
         self.local.begin_round()
+        placement = self.local.placement
         error: Exception | None = None
         scale = 1.0
         tensors = _Tensors((), (), SharedConfig({}, {}))
@@ -203,6 +205,11 @@ class Compressor(compressor.Compressor):
         step.factor = 1.0 / self.local.world_size if op == "average" else 1.0
         try:
             step.run(lambda: self._add_all(step, tensors, given, outs))
+        except BaseException:
+            # A rank that failed early has chosen no owners for new tensors, so no rank may keep its choice
+            self.local.placement = placement
+            self._tensors = None
+            raise
         finally:
             self._step = None
         self.ledger.steps += step.finite

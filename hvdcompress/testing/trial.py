@@ -181,8 +181,10 @@ class Trial(Loopback):
 
     def restore(self, saved: Sequence[Mapping[str, Any]], specs: Sequence[TensorSpec]) -> None:
         """Restore the states that :meth:`saved` returned, for the tensors of ``specs``."""
-        buckets = self.plan.buckets(specs)
+        self._last = None  # the restored tensors may have other owners
         for rank, state in zip(self.ranks, saved, strict=True):
+            rank.adopt_owners(state)
+            buckets = rank.group(specs, self.grouping, {})
             rank.load_state_dict(state, buckets)
 
     def residual(self, name: str, rank: int) -> Array:

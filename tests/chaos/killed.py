@@ -1,4 +1,4 @@
-"""Run by two ranks: rank 1 is killed in the middle of a step, and rank 0 must not wait for it for ever."""
+"""Run by several ranks: rank 1 is killed in the middle of a step, and the others must not wait for it for ever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ faulthandler.dump_traceback_later(90, exit=True)
 out = Path(sys.argv[1])
 hvd.init()
 weight = torch.nn.Parameter(torch.zeros(64, 64))
-comp = Compressor("scalecom", [("w", weight)], density=0.1)
+comp = Compressor("scalecom", [("w", weight)], density=0.1, nodes=int(os.environ.get("NODES", "0")))
 opt = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named_parameters=[("w", weight)], compression=comp)
 for step in range(5):
     opt.zero_grad()

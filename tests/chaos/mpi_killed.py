@@ -1,4 +1,4 @@
-"""Run by two ranks: rank 1 is killed in the middle of a step, and rank 0 must not wait for it for ever."""
+"""Run by several ranks: rank 1 is killed in the middle of a step, and the others must not wait for it for ever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpi4py import MPI  # isort: skip
 
 faulthandler.dump_traceback_later(90, exit=True)
 out = Path(sys.argv[1])
-comp = Compressor("scalecom", MPI.COMM_WORLD, density=0.1)
+comp = Compressor("scalecom", MPI.COMM_WORLD, density=0.1, nodes=int(os.environ.get("NODES", "0")))
 for step in range(5):
     if step == 3 and MPI.COMM_WORLD.rank == 1:
         (out / "before").touch()

@@ -1,6 +1,7 @@
 """Run by every rank: in its fourth step the last rank is stopped, or does not take part; the watchdog must say so.
 
 ``python stuck.py OUT HOW`` with ``DRIVER`` in the environment. HOW: ``stopped`` and ``absent``, in the fourth step;
+``continued``, it is stopped there for some seconds;
 ``ended``, it ends there as if all was done; ``new``, it does not come to where ranks meet for the first time;
 ``number``, nor to where those of an elastic training make their Compressors; ``late``, it comes late to its first step.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,14 +21,17 @@ from tests.launched.run_promises import driver_of
 faulthandler.dump_traceback_later(100, exit=True)
 out, how = Path(sys.argv[1]), sys.argv[2]
 driver = driver_of(os.environ["DRIVER"], out)
-warn_after, end_after = {"new": (1, 10), "number": (1, 10), "late": (3, 60), "ended": (120, 1800)}.get(how, (3, 12))
+limits = {"new": (1, 10), "number": (1, 10), "late": (3, 60), "continued": (3, 60), "ended": (120, 1800)}
+warn_after, end_after = limits.get(how, (3, 12))
 
 
 def wait() -> None:
     """The last rank's part."""
     if driver.rank == driver.world_size - 1:
         (out / "before").touch()
-        if how == "stopped":
+        if how == "continued":
+            subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+        if how in ("stopped", "continued"):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif how == "ended":
             sys.exit(0)

@@ -18,10 +18,11 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(150)
-def test_a_killed_rank_ends_the_others_under_horovod(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["mpi-2", pytest.param("mpi-2x2", marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_others_under_horovod(kind: str, tmp_path: Path) -> None:
     needs("torch", "horovod")
     began = time.monotonic()
-    done = launch("mpi-2", HERE / "killed.py", str(tmp_path), seconds=120)
+    done = launch(kind, HERE / "killed.py", str(tmp_path), seconds=120)
     assert done.returncode != 0
     assert (tmp_path / "before").exists(), done.stdout[-3000:]
     assert not (tmp_path / "survivor").exists(), "the other rank went on as if nothing had happened"
@@ -49,33 +50,43 @@ def test_a_rank_that_has_joined_is_named_as_the_cause(method: str, tmp_path: Pat
     assert "hvd.join()" in (tmp_path / "error").read_text()
 
 
-def by_hand(words: list[str], world_size: int) -> list[subprocess.Popen[str]]:
+def by_hand(words: list[str], world_size: int, **more: str) -> list[subprocess.Popen[str]]:
     """Start ranks of a script without a launcher, each with what it prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world_size)}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return [
-        subprocess.Popen([sys.executable, *words], env=environment("alone", RANK=str(rank), **place), **options)
+        subprocess.Popen([sys.executable, *words], env=environment("alone", RANK=str(rank), **place, **more), **options)
         for rank in range(world_size)
     ]
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "world_size,num_nodes,killed",
+    [
+        (2, 0, [1]),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((3, 0, [1]), (4, 0, [1]), (4, 2, [1]), (4, 2, [2, 3]))  # also a whole node
+        ),
+    ],
 )
-def test_a_killed_rank_is_an_error_on_all_others_under_ddp(world_size: int, tmp_path: Path) -> None:
+def test_a_killed_rank_is_an_error_on_all_others_under_ddp(
+    world_size: int, num_nodes: int, killed: list[int], tmp_path: Path
+) -> None:
     """Ranks are started by hand, as torchrun would end the others before they can say anything."""
-    ranks = by_hand([str(HERE / "ddp_killed.py"), str(tmp_path)], world_size)
+    words = [str(HERE / "ddp_killed.py"), str(tmp_path), *map(str, killed)]
+    ranks = by_hand(words, world_size, NODES=str(num_nodes))
     try:
         status = [rank.wait(100) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert (tmp_path / "before").exists() and not (tmp_path / "survivor").exists()
-    assert status == [-signal.SIGKILL if rank == 1 else 1 for rank in range(world_size)]
-    for rank in set(range(world_size)) - {1}:
+    assert status == [-signal.SIGKILL if rank in killed else 1 for rank in range(world_size)]
+    for rank in set(range(world_size)) - set(killed):
         seconds, words = (tmp_path / f"error-{rank}").read_text().split(maxsplit=1)
         assert float(seconds) < 10, f"rank {rank} waited {seconds} s; the process group's timeout is 60 s"
         assert f"the process group has failed on rank {rank}" in words
@@ -104,9 +115,10 @@ def test_an_exception_in_the_backward_pass_ends_every_rank(kind: str, status: in
 
 
 @pytest.mark.timeout(150)
-def test_a_killed_rank_ends_the_others_under_mpi(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["mpirun-2", pytest.param("mpirun-2x2", marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_others_under_mpi(kind: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    done = launch("mpirun-2", HERE / "mpi_killed.py", str(tmp_path), seconds=120)
+    done = launch(kind, HERE / "mpi_killed.py", str(tmp_path), seconds=120)
     assert done.returncode != 0
     assert (tmp_path / "before").exists(), done.stdout[-3000:]
     assert not (tmp_path / "survivor").exists(), "the other rank went on as if nothing had happened"

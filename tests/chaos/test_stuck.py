@@ -16,14 +16,22 @@ import pytest
 
 from tests.installed import needs
 from tests.launched.promise_launches import MODULES
-from tests.launching import environment, launch, world_size_of
+from tests.launching import environment, launch, num_nodes_of, world_size_of
 
 HERE = Path(__file__).parent
 LAUNCHES = [
     ("mpi", "mpirun-3"),
     *(
         pytest.param(driver, kind, marks=pytest.mark.slow)  # 20 seconds each, most of which is waiting
-        for driver, kind in (("torch", "mpi-3"), ("torch", "gloo-2"), ("tensorflow", "mpi-2"), ("ddp", "torchrun-2"))
+        for driver, kind in (
+            ("torch", "mpi-3"),
+            ("torch", "gloo-2"),
+            ("tensorflow", "mpi-2"),
+            ("ddp", "torchrun-2"),
+            ("mpi", "mpirun-2x2"),
+            ("torch", "mpi-2x2"),
+            ("ddp", "torchrun-2x2"),
+        )
     ),
 ]
 
@@ -44,12 +52,24 @@ def test_a_rank_that_does_not_come_is_named_by_every_rank(driver: str, kind: str
         # a starved core may have it wait, and warn, in an earlier step
         warned, *_, ended = [line for line in said if f"rank {rank} has waited" in line and "in step 3 for" in line]
         for line in (warned, ended):
-            assert "for tensor '" in line and f"(method {first}, round " in line, line
+            in_exchange = "for tensor '" in line and f"(method {first}, round " in line
+            in_node = " of node " in line or " of this node" in line  # where a rank waits for another of its node
+            assert in_exchange or (num_nodes_of(kind) and (in_node or "the ranks' status" in line)), line
             assert f"missing: rank {last} {where}" in line, line
         assert "continues to wait until 12 s" in warned, warned
         assert "This rank ends: " in ended and "hvdcompress: rank" in ended, ended
     if how == "absent":
         assert any(f"hvdcompress: rank {last} is outside of a step" in line for line in said), said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("driver,kind", [("mpi", "mpirun-2x2"), ("torch", "mpi-2x2"), ("ddp", "torchrun-2x2")])
+def test_a_rank_that_continues_after_a_stop_is_waited_for(driver: str, kind: str, tmp_path: Path) -> None:
+    needs(*MODULES[driver])
+    done = launch(kind, HERE / "stuck.py", str(tmp_path), "continued", seconds=120, DRIVER=driver)
+    assert done.returncode == 0 and len([*tmp_path.glob("survivor-*")]) == world_size_of(kind), done.stdout[-3000:]
+    assert any("missing: rank 3 " in line for line in done.stdout.splitlines()), done.stdout[-3000:]
 
 
 @pytest.mark.timeout(120)

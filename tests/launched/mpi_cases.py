@@ -13,6 +13,8 @@ from hvdcompress.engine.state import SEEN
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.loopback import Loopback
 from hvdcompress.mpi import Compressor, PeerError
+from hvdcompress.optimizers import SGD
+from hvdcompress.plan import IN_ORDER
 from tests import harness
 from tests.harness import EXACT, OUT, REORDERED, Skip, assert_close, case, logged, summed
 from tests.promises.drivers.mpi import MPI, MpiDriver
@@ -334,3 +336,32 @@ def a_loaded_state_that_no_tensor_claims_is_said() -> None:
             second.allreduce(np.ones(1000, np.float32), "model.layer.w")
     found = [line for line in said if "no tensor has used the loaded state of 'layer.w'" in line]
     assert len(found) == (COMM.rank == 0), said
+
+
+@case
+def owners_are_the_same_after_an_error() -> None:
+    """A rank that fails before it knows its tensors has not chosen owners for them, so no rank keeps its choice."""
+    settings = {"density": 0.1, "min_elements": 1, **MpiDriver(OUT).placed({})}
+    comp, net = (
+        Compressor("topk", optimizer=SGD(0.0), **settings),
+        Loopback("topk", WORLD, grouping=IN_ORDER, **settings),
+    )
+    large, small, other = ({name: np.full(size, RANK, np.float32)} for name, size in (("x", 90), ("y", 10), ("z", 50)))
+    wrong = {name: array[1:] for name, array in large.items()} if RANK == 0 else None
+    must_raise(Exception, ["out['x']"], lambda: comp.allreduce_many({**large, **small}, out=wrong), same=False)
+    for given in (other, {**large, **other}, {**small, **large}):
+        everyone = COMM.allgather(given)
+        assert_close(comp.allreduce_many(given), net.allreduce_many(everyone)[RANK], ROUNDING, str(list(given)))
+        placement = comp.local.placement
+        assert len(set(COMM.allgather(str(placement and sorted(placement.owners.items()))))) == 1
+    comp.close()
+
+
+@case
+def nodes_that_do_not_fit_are_every_ranks() -> None:
+    """A number of nodes among which the ranks cannot be distributed, on one rank or on all."""
+    needs(2)
+    for ranks in ((WORLD - 1,), range(WORLD)):
+        nodes = WORLD + 1 if RANK in ranks else 0
+        words = [f"nodes = {WORLD + 1}", "cannot be distributed equally"]
+        must_raise(Exception, words, lambda nodes=nodes: Compressor("topk", nodes=nodes), same=False)

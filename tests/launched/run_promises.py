@@ -23,7 +23,12 @@ CASES = {
 }
 
 #: (driver, launch) -> the cases that are tried there, where it is not all; see promises/table.py
-CASE_SUBSETS = {("tensorflow", "gloo-2"): ("eager_execution", "steps_in_a_loop_inside_one_function")}
+CASE_SUBSETS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("tensorflow", "gloo-2"): ("eager_execution", "steps_in_a_loop_inside_one_function"),
+    ("torch", "mpi-2x2"): ("a_process_set",),  # one of the same ranks as those between nodes
+    ("ddp", "torchrun-2x2"): (),
+    ("mpi", "mpirun-2x2"): ("owners_are_the_same_after_an_error", "nodes_that_do_not_fit_are_every_ranks"),
+}
 
 
 def driver_of(name: str, folder: Path) -> Any:

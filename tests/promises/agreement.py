@@ -35,6 +35,8 @@ def different_plans_are_one_message(driver: Any) -> None:
     _disagree(driver, ["'density'", "0.01", "0.02", "rank 1"], "topk", {"density": 0.02 if odd else 0.01})
     _disagree(driver, ["'seed'", "0", "1"], "topk", {"seed": int(odd)})
     _disagree(driver, ["'min_elements'"], "topk", {"min_elements": 5 if odd else 6})
+    if driver.nodes:
+        _disagree(driver, ["'nodes'", "rank 1"], "topk", {"nodes": 0 if odd else driver.num_nodes})
 
 
 @promise(ranks=2)
@@ -131,12 +133,15 @@ def verify_every_names_the_state_that_differs(driver: Any) -> None:
         if method == "scalecom":
             continue
         saved = handle.state()
-        slots = {(name, slot) for name, own in saved["state"].items() for slot in own if slot in ("q", "basis")}
-        name, slot = min(slots)
-        changed = np.array(saved["state"][name][slot])
-        changed.reshape(-1)[0] += driver.rank == 1
-        saved["state"][name][slot] = changed
+        slots = [(name, slot) for name, own in saved["state"].items() for slot in own if slot in ("q", "basis")]
+        everyone = driver.gather(sorted(slots))
+        odd = max(rank for rank, own in enumerate(everyone) if own)
+        name, slot = everyone[odd][0]
+        if driver.rank == odd:
+            changed = np.array(saved["state"][name][slot])
+            changed.reshape(-1)[0] += 1
+            saved["state"][name][slot] = changed
         handle.load_state(saved)
         given = driver.gradients(4, driver.shapes)
-        words = [f"ranks differ: the state '{slot}' of tensor '{name}'", "on rank 1", "1 of"]
+        words = [f"ranks differ: the state '{slot}' of tensor '{name}'", f"on rank {odd}", "1 of"]
         driver.must_raise(driver.error, words, lambda h=handle, g=given: h.reduce(g))

@@ -28,7 +28,8 @@ VARIETY: tuple[tuple[str, Settings, int], ...] = (
 
 
 class Faulty:
-    """A plan whose method can be made to fail for tensor "c": on some ranks, after so many collectives."""
+    """A plan whose method can be made to fail for tensor "c": on some of the ranks that exchange it, after so many
+    collectives."""
 
     def __init__(self, method: str, settings: Settings):
         # no buckets: it is one tensor that fails
@@ -58,14 +59,14 @@ class Faulty:
 
 
 def _some_ranks(driver: Any) -> list[tuple[int, ...]]:
-    last = driver.world_size - 1
-    found = {(last,), (0, driver.world_size // 2), tuple(range(driver.world_size))}
+    last = driver.num_exchanging - 1
+    found = {(last,), (0, driver.num_exchanging // 2), tuple(range(driver.num_exchanging))}
     return sorted({tuple(sorted(set(ranks))) for ranks in found})
 
 
 def _fail(driver: Any, method: str, settings: Settings, rounds: int, ranks: tuple[int, ...], good: int = 1) -> str:
     """``good`` steps, a step that fails, and then another or the error again; the message."""
-    faulty = Faulty(method, settings)
+    faulty = Faulty(method, driver.placed(settings))
     handle = driver.make(faulty.plan, {}, driver.shapes)
     control = driver.make(method, {"bucket_elements": 0, **settings}, driver.shapes)
     for step in range(good):
@@ -100,7 +101,7 @@ def a_failure_in_the_first_round_is_every_ranks(driver: Any) -> None:
     for method, settings, _ in VARIETY[:3] if driver.expensive else VARIETY:
         for ranks in _some_ranks(driver):
             _fail(driver, method, settings, 0, ranks)
-    _fail(driver, "topk", {"density": 0.05}, 0, (driver.world_size - 1,), good=0)  # in the very first step
+    _fail(driver, "topk", {"density": 0.05}, 0, (driver.num_exchanging - 1,), good=0)  # in the very first step
 
 
 @promise()
@@ -114,7 +115,7 @@ def a_failure_undoes_the_whole_step(driver: Any) -> None:
 def a_failure_in_a_later_round_is_every_ranks(driver: Any) -> None:
     """A method that fails on some ranks when some of its collectives are done: the same error on every rank."""
     for method, settings, last in VARIETY:
-        for rounds in range(1, min(last, driver.world_size) + 1):
+        for rounds in range(1, min(last, driver.num_exchanging) + 1):
             for ranks in _some_ranks(driver):
                 _fail(driver, method, settings, rounds, ranks)
 
@@ -122,9 +123,9 @@ def a_failure_in_a_later_round_is_every_ranks(driver: Any) -> None:
 @promise()
 def the_message_is_one_and_names_the_cause(driver: Any) -> None:
     """All ranks raise one message, which has the cause, the tensor, the method, the round and the rank."""
-    faulty = Faulty("scalecom", {"density": 0.05})
-    handle, rank = driver.make(faulty.plan, {}, driver.shapes), driver.world_size - 1
-    words = [FAULT, f"tensor 'c' (method scalecom, round 0, rank {rank})"]
+    faulty = Faulty("scalecom", driver.placed({"density": 0.05}))
+    handle, rank = driver.make(faulty.plan, {}, driver.shapes), driver.num_exchanging - 1
+    words = [FAULT, "tensor 'c' (method scalecom, round 0, rank ", f"node {rank})" if driver.nodes else f"rank {rank})"]
     with faulty.failing((rank,), 0):
         driver.must_raise(driver.error, words, lambda: handle.reduce(driver.gradients(0, driver.shapes)))
 

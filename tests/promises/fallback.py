@@ -74,7 +74,10 @@ def compression_is_given_up_where_it_does_not_pay(driver: Any) -> None:
     handle.reduce(_gradients(driver, STEPS)[driver.rank])
     sent = compressor.ledger.bytes_sent() - before
     dense = sum(4 * int(np.prod(shape)) for shape in SHAPES.values())
-    assert dense <= sent <= dense + 200, "what is sent uncompressed is counted"
+    # With two levels, some drivers still exchange among all ranks here, and others among the owners of tensors
+    of_node = driver.of_node(sent)
+    sums = (sent, sum(of_node)) if driver.nodes else (sent,)
+    assert any(dense <= each <= dense + 200 * len(of_node) for each in sums), "what is sent uncompressed is counted"
     compressor.discard()  # of an uncompressed step there is nothing to take back
     saved = compressor.state_dict()
     handle.close()

@@ -78,7 +78,7 @@ def all_features_at_once(driver: Any) -> None:
             driver.meet()
             handle = make()
             handle.load(driver.folder / "more")
-            net.restore(reshard(more, driver.world_size), driver.specs(driver.shapes))
+            net.restore(driver.reshard(more), driver.specs(driver.shapes))
         got = handle.reduce({name: array * np.float32(scale[0]) for name, array in given[driver.rank].items()})
         want = net.allreduce_many(given)[driver.rank]
         if tolerance is not None:

@@ -97,7 +97,7 @@ def _check(driver: Any, method: str, settings: dict[str, Any]) -> None:
             handle = make()
             handle.load(driver.folder / f"more-{method}")
             for other in (net, plain):
-                again = reshard(reshard(other.saved(), driver.world_size + 1), driver.world_size)
+                again = driver.reshard(reshard(other.saved(), driver.world_size + 1))
                 other.restore(again, driver.specs(driver.shapes))
         got, want = handle.reduce(given[driver.rank]), net.allreduce_many(given)[0]
         reduced = plain.allreduce_many(given)[0]

@@ -48,18 +48,26 @@ def _shared(states: Iterable[BucketState]) -> Iterator[tuple[str, Array]]:
                     yield f"the state {slot!r} of tensor {name!r}", slots[slot]
 
 
-def compare(everyone: Sequence[Mapping[str, int]], step: int) -> None:
+def compare(everyone: Sequence[Mapping[str, int]], step: int, local_size: int = 1) -> None:
     """Raise an error unless all ranks have the same checksums.
 
     Args:
         everyone: {description: checksum} of each rank, in rank order. The message names the first difference in this
             order. Empty for a rank that has computed none.
         step: number of steps done, for the message.
+        local_size: with two levels, the number of ranks per node. Ranks of a node have the state of different tensors:
+            only what all ranks have is compared inside a node, and everything between nodes.
 
     Raises:
         PeerError: checksums differ. The message names the first difference, the ranks of each value, and the number of
             differences.
     """
+    if local_size > 1:
+        common = set.intersection(*map(set, everyone))
+        compare([{key: value for key, value in sums.items() if key in common} for sums in everyone], step)
+        for local_rank in range(local_size):
+            compare([sums if rank % local_size == local_rank else {} for rank, sums in enumerate(everyone)], step)
+        return
     known = [(rank, sums) for rank, sums in enumerate(everyone) if sums]
     keys = dict.fromkeys(key for _, sums in known for key in sums)
     different = [key for key in keys if len({sums.get(key) for _, sums in known}) > 1]

@@ -45,6 +45,9 @@ def check_head(head: Any) -> None:
     for key, holds in _HOLDS.items():
         if not holds(head.get(key)):
             raise ValueError(f"the saved state's {key!r} is missing or invalid: {head.get(key)!r:.80}")
+    nodes = nodes_of(head)
+    if nodes and nodes.num_nodes * nodes.local_size != head["world"]:
+        raise ValueError(f"the saved state's 'nodes' are {nodes}, but 'world' is {head['world']}")
 
 
 def check(saved: Saved) -> None:
@@ -96,8 +99,11 @@ def nodes_of(saved: Saved) -> Nodes | None:
 def _is_layout(value: Any) -> bool:
     if value is None:
         return True
-    numbers = isinstance(value, Mapping) and all(_is_count(value.get(each)) for each in Nodes._fields)
-    return numbers and isinstance(value.get("owners"), Mapping) and all(map(_is_count, value["owners"].values()))
+    if not (isinstance(value, Mapping) and isinstance(value.get("owners"), Mapping)):
+        return False
+    if not all(_is_count(value.get(each)) and value[each] > 0 for each in Nodes._fields):
+        return False
+    return all(_is_count(owner) and owner < value["local_size"] for owner in value["owners"].values())
 
 
 def ages(steps: Mapping[str, int], restarts: Mapping[str, Sequence[int]]) -> Ages:

@@ -18,10 +18,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.mpi_ops import _basics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress._torch.compressor import TensorCompressor, named
-from hvdcompress.engine.agreement import PeerError, SharedConfig, factor_of
+from hvdcompress.engine.agreement import PeerError, SharedConfig, compare_configs, factor_of
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import is_elastic, next_compressor_number, process_set_changed
 from hvdcompress.engine.exchange import Exchange
@@ -206,13 +207,21 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             _hook_handles.append(register_optimizer_step_pre_hook(_before_step))
 
     def _make_network(self) -> Collectives | Levels:
-        """Return the collectives of all ranks; with two levels, also those of nodes, which all ranks make."""
-        world = HorovodTransport(self.prefix, self.process_set)
+        """Return the collectives of all ranks; with two levels, also those of nodes, which all ranks make.
+
+        Raises:
+            PeerError: the nodes differ between ranks.
+        """
+        transport = HorovodTransport(self.prefix, self.process_set)
+        world = Collectives(transport, self.local.observers)
         nodes = self.local.nodes
-        if nodes is None:
-            return Collectives(world, self.local.observers)
+        if _one_level_reason():
+            return world
         with self.watchdog.rendezvous("every rank's Compressor"):
-            return Levels.over(world, world.split(nodes), self.local.observers)
+            # A rank that alone makes process sets would wait for the others forever
+            everyone = world.gather_text("plan", str(nodes or "one level"))
+            compare_configs([({"nodes": each}, {}) for each in everyone])
+            return Levels.over(transport, transport.split(nodes), self.local.observers) if nodes else world
 
     # -- Horovod's interface --------------------------------------------------------------------------------
 
@@ -571,6 +580,15 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             )
 
 
+def _one_level_reason() -> str:
+    """Return why Horovod cannot make process sets now; empty if it can."""
+    if is_elastic():
+        return "elastic training changes the ranks of nodes"
+    if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
+        return "Horovod makes process sets only with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment of all ranks"
+    return ""
+
+
 def _location(process_set: Any, setting: int | str) -> Location | None:
     """Return where horovodrun or mpirun has put this rank; None if two levels cannot be chosen automatically.
 
@@ -581,14 +599,11 @@ def _location(process_set: Any, setting: int | str) -> Location | None:
     Raises:
         ValueError: the number of nodes is given, but Horovod cannot make process sets now.
     """
-    reason = ""
-    if is_elastic():
-        reason = "elastic training changes the ranks of nodes"
-    elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
-        reason = "Horovod makes process sets only with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment of all ranks"
+    reason = _one_level_reason()
     if reason and setting != "auto":
         raise ValueError(f"nodes = {setting}: {reason}")
-    if reason or process_set.size() != hvd.size():
+    # Where nodes have different numbers of ranks, Horovod's numbers describe only some of the nodes
+    if reason or process_set.size() != hvd.size() or not _basics.is_homogeneous():
         return None
     return Location(hvd.cross_rank(), hvd.cross_size(), hvd.local_rank(), hvd.local_size())
 

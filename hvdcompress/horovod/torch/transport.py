@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.torch.mpi_ops import _basics
 
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.transport import Request
@@ -17,15 +18,15 @@ from hvdcompress.method import Array
 POLL_INTERVAL = 1e-4  #: seconds between two polls of a collective
 
 
-_process_sets: dict[tuple[int, ...], Any] = {}  # by their ranks: Horovod has one process set for the same ranks
-
-
 def _process_set(ranks: Iterable[int]) -> Any:
-    """Return the process set of these ranks, and make it at the first call; collective."""
-    key = tuple(ranks)
-    if key not in _process_sets or _process_sets[key].process_set_id is None:
-        _process_sets[key] = hvd.add_process_set(list(key))
-    return _process_sets[key]
+    """Return the process set of these ranks, and make it if the program has none; collective."""
+    process_set = hvd.ProcessSet(list(ranks))
+    # Horovod refuses a second process set of the same ranks
+    for number, there in _basics._get_process_set_ids_and_ranks().items():
+        if sorted(there) == sorted(process_set.ranks):
+            process_set.process_set_id = number
+            return process_set
+    return hvd.add_process_set(process_set)
 
 
 class Handle(NamedTuple):

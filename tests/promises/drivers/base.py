@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 
 import hvdcompress
+from hvdcompress.engine.nodes import Nodes
+from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.method import TensorSpec
 from hvdcompress.optimizers import SGD
 from hvdcompress.plan import Grouping, Plan, plan_of
@@ -65,6 +68,10 @@ class Handle(ABC):
 
     def bytes_sent(self) -> int:
         return self.compressor.ledger.bytes_sent()
+
+    def bytes_inside_node(self) -> int:
+        """What goes to the other rank of a node of two, with two levels."""
+        return self.compressor.ledger.bytes_inside_node()
 
     def counters(self) -> dict[str, int]:
         return self.compressor.ledger.counters()
@@ -129,6 +136,7 @@ class Driver(ABC):
     rank: int
     world_size: int
     folder: Path  #: of this launch, the same on every rank
+    num_nodes = int(os.environ.get("NODES", "0"))  #: of exchanges with two levels; 0: one level
     shapes: Shapes = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
     error: type[Exception] = Exception  #: what all ranks raise when one has failed
     recovers = False  #: a Compressor can be used after an error
@@ -165,8 +173,34 @@ class Driver(ABC):
 
     @property
     def exact(self) -> bool:
-        """Whether sums are the loopback's to the bit: two numbers are added alike in any order."""
-        return self.world_size <= 2
+        """Whether sums are the loopback's to the bit: two numbers are added alike in any order, and the ranks of a node
+        are always added in their order."""
+        return self.num_exchanging <= 2
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """The nodes of exchanges with two levels."""
+        return Nodes(self.num_nodes, self.world_size // self.num_nodes) if self.num_nodes else None
+
+    @property
+    def num_exchanging(self) -> int:
+        """How many ranks exchange a tensor with each other, and so take part in a method: one of each node."""
+        return self.num_nodes or self.world_size
+
+    def of_node(self, value: Any) -> list[Any]:
+        """The values of this rank's node, of which each tensor has one owner; this rank's alone with one level."""
+        if not self.nodes:
+            return [value]
+        everyone = self.gather(value)
+        return [everyone[rank] for rank in self.nodes.ranks_of_node(self.nodes.node_of(self.rank))]
+
+    def placed(self, settings: Settings, method: Any = "") -> Settings:
+        """Settings, with the number of nodes if there are two levels; a plan has it already."""
+        return {"nodes": self.num_nodes, **settings} if self.num_nodes and not isinstance(method, Plan) else settings
+
+    def reshard(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The states of all ranks, from those of other ranks."""
+        return reshard(saved, self.world_size, self.nodes)
 
     def exact_with(self, method: str | Plan) -> bool:
         """The same of a method's results. On a device, a matrix product's rounding depends on where the matrix lies."""
@@ -193,10 +227,12 @@ class Driver(ABC):
 
     def yardstick(self, method: str | Plan, settings: Settings, world_size: int | None = None) -> Trial:
         """The loopback with the same plan; all its collectives are noted."""
-        plan = plan_of(method, **settings)
+        plan = plan_of(method, **(self.placed(settings) if world_size in (None, self.world_size) else settings))
         if self.grouping:
             plan = Grouped.of(plan, self.grouping)
-        return Trial(plan, world_size or self.world_size)
+        net = Trial(plan, world_size or self.world_size)
+        net.grouping = self.grouping
+        return net
 
     def specs(self, shapes: Shapes) -> list[TensorSpec]:
         """The tensors as the loopback knows them."""

@@ -108,7 +108,7 @@ class DdpDriver(Driver):
         self.rank, self.world_size, self.folder = dist.get_rank(), dist.get_world_size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> DdpHandle:
-        return DdpHandle(method, settings, shapes, dtype, op, loss_scale)
+        return DdpHandle(method, self.placed(settings, method), shapes, dtype, op, loss_scale)
 
     def gather(self, value: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size

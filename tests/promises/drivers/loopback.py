@@ -65,6 +65,9 @@ class LoopbackHandle(Handle):
     def bytes_sent(self) -> int:
         return self.compressor.ledger.bytes_sent(self.driver.rank)
 
+    def bytes_inside_node(self) -> int:
+        return self.compressor.ledger.bytes_inside_node(self.driver.rank)
+
     def counters(self) -> dict[str, int]:
         return self.compressor.ledger.counters(self.driver.rank)
 
@@ -88,14 +91,15 @@ class LoopbackHandle(Handle):
         return self.compressor.saved()[self.driver.rank]
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        buckets = self.compressor.plan.buckets(self.driver.specs(self.shapes))
-        self.compressor.ranks[self.driver.rank].load_state_dict(saved, buckets)
+        rank = self.compressor.ranks[self.driver.rank]
+        rank.adopt_owners(saved)
+        rank.load_state_dict(saved, rank.group(self.driver.specs(self.shapes), None, {}))
 
     def save(self, folder: Path) -> None:
         checkpoint.save(self.state(), folder)
 
     def load(self, folder: Path) -> None:
-        self.load_state(checkpoint.load(folder, self.driver.rank, self.driver.world_size))
+        self.load_state(checkpoint.load(folder, self.driver.rank, self.driver.world_size, self.driver.nodes))
 
     def describe(self) -> str:
         return describe(self.compressor.plan.buckets(self.driver.specs(self.shapes)))
@@ -114,15 +118,16 @@ class LoopbackDriver(Driver):
     name = "loopback"
     recovers = shared = exact = sums_in_order = True  # type: ignore[assignment]
 
-    def __init__(self, rank: int, world_size: int, folder: Path, meeting: Meeting):
-        self.rank, self.world_size, self.folder, self.meeting = rank, world_size, folder, meeting
+    def __init__(self, rank: int, world_size: int, num_nodes: int, folder: Path, meeting: Meeting):
+        self.rank, self.world_size, self.num_nodes = rank, world_size, num_nodes
+        self.folder, self.meeting = folder, meeting
         self._made: list[LoopbackHandle] = []
 
     def together(self, value: Any, act: Callable[[list[Any]], Any]) -> Any:
         return self.meeting.together(self.rank, value, act)
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> LoopbackHandle:
-        plan = plan_of(method, **settings)
+        plan = plan_of(method, **self.placed(settings, method))
         net = self.together(
             (plan, loss_scale), lambda everyone: Trial(everyone[0][0], self.world_size, loss_scale=everyone[0][1])
         )
@@ -138,23 +143,25 @@ class LoopbackDriver(Driver):
 
     def yardstick(self, method, settings, world_size=None) -> Trial:
         """The loopback with the reference backend, to the bit."""
+        settings = self.placed(settings) if world_size in (None, self.world_size) else settings
         return Trial(plan_of(method, **settings), world_size or self.world_size, ops=reference)
 
     @contextmanager
     def counting(self) -> Iterator[Counter]:
         first, counter = len(self._made), Counter()
         yield counter
-        for handle in self._made[first:]:
+        for handle in self._made[first:] if not self.nodes else ():  # collectives are counted by node, not by rank
             counter.num_bytes += sum(one.num_bytes[self.rank] for one in handle.compressor.log)
 
 
-def in_threads(world_size: int, folder: Path, check: Callable[[LoopbackDriver], None]) -> None:
-    """Run a check on every rank; raises the first rank's error that is not of another's."""
+def in_threads(world_size: int, num_nodes: int, folder: Path, check: Callable[[LoopbackDriver], None]) -> None:
+    """Run a check on every rank; raises the first rank's error that is not of another's. ``num_nodes``: 0 for one
+    level."""
     meeting, errors = Meeting(world_size), [None] * world_size
 
     def run(rank: int) -> None:
         try:
-            check(LoopbackDriver(rank, world_size, folder, meeting))
+            check(LoopbackDriver(rank, world_size, num_nodes, folder, meeting))
         except BaseException as error:
             errors[rank] = error  # type: ignore[call-overload]
             meeting.barrier.abort()

@@ -28,6 +28,9 @@ class CountingComm(MPI.Intracomm):
     def like(cls, counter: Counter) -> type[CountingComm]:
         return type("CountingComm", (cls,), {"counter": counter})
 
+    def Split(self, *how: Any) -> Any:
+        return type(self)(super().Split(*how))
+
     def Iallreduce(self, given: Any, *rest: Any, **more: Any) -> Any:
         self.counter.num_bytes += (rest[0] if given is MPI.IN_PLACE else given).nbytes
         return super().Iallreduce(given, *rest, **more)
@@ -71,7 +74,7 @@ class MpiDriver(Driver):
         self.rank, self.world_size, self.folder = self.comm.rank, self.comm.size, folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> MpiHandle:
-        return MpiHandle(self.comm, method, settings, shapes, dtype, op, loss_scale)
+        return MpiHandle(self.comm, method, self.placed(settings, method), shapes, dtype, op, loss_scale)
 
     def gather(self, value: Any) -> list[Any]:
         return MPI.COMM_WORLD.allgather(value)

@@ -76,14 +76,24 @@ class TorchHandle(Handle):
         self.params[name].data.view(-1)[-1] = 1e-45
 
     def overhead(self, steps: int) -> dict[str, int]:
-        """A probe with each gradient that Horovod does not reduce itself, and a status in each step."""
+        """A probe with each gradient that Horovod does not reduce itself, and a status in each step; with two levels,
+        two of them, and gradients that Horovod reduces among all ranks, and not among owners."""
         probes = {}
+        local = self.compressor.local
+        statuses = 2 if local.nodes else 1
         for bucket in self.compressor.buckets.values():
             passing = bucket.spec.dtype == "float32" and len(bucket.members) == 1
             methods = [bucket.program.at(step) for step in range(1, steps)]
             passed = sum(passing and method.identity and method.feedback == "none" for method in methods)
             probes |= {member.name: (steps - passed) * TorchDriver.probe for member in bucket.members}
-        return {**probes, "status": 64 * steps, "watchdog": self.sent().get("watchdog", 0)}
+            if not local.owns(bucket):
+                probes[bucket.members[0].name] += passed * 4 * bucket.members[0].size
+        return {
+            **probes,
+            "status": 64 * statuses * steps,
+            "watchdog": self.sent().get("watchdog", 0),
+            "plan": self.sent().get("plan", 0),
+        }
 
 
 class TorchDriver(Driver):
@@ -100,7 +110,7 @@ class TorchDriver(Driver):
         self.rank, self.world_size, self.folder = hvd.rank(), hvd.size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TorchHandle:
-        return TorchHandle(method, settings, shapes, dtype, op, loss_scale)
+        return TorchHandle(method, self.placed(settings, method), shapes, dtype, op, loss_scale)
 
     def gather(self, value: Any) -> list[Any]:
         return hvd.allgather_object(value)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness import Skip
 from tests.launched.promise_launches import HERE, cases
+from tests.launching import num_nodes_of, world_size_of
 from tests.promises import DRIVERS, EXCEPTIONS, PROMISES, keep
 from tests.promises.drivers.loopback import in_threads
 from tests.promises.table import QUICK, SUBSETS, is_slow, names_in
@@ -26,7 +27,7 @@ from tests.promises.table import QUICK, SUBSETS, is_slow, names_in
 )
 def test_in_process(launch: str, name: str, tmp_path: Path) -> None:
     try:
-        in_threads(int(launch.split("-")[1]), tmp_path, lambda driver: keep(PROMISES[name], driver))
+        in_threads(world_size_of(launch), num_nodes_of(launch), tmp_path, lambda driver: keep(PROMISES[name], driver))
     except Skip as skip:
         pytest.skip(str(skip))
 

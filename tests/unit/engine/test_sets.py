@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
+from hvdcompress.plan import IN_ORDER
 
 SIZES = {"a": 10, "b": 10, "c": 100, "d": 30, "e": 64}
 PLANS: list[dict[str, Any]] = [
@@ -31,12 +33,12 @@ PLANS: list[dict[str, Any]] = [
 
 
 class Sets(RuleBasedStateMachine):
-    """Two ranks, to which sets of tensors come."""
+    """Ranks to which sets of tensors come: two, or four that exchange with one level or with two."""
 
-    @initialize(plan=st.sampled_from(PLANS), momentum=st.sampled_from([None, 0.9]))
-    def begin(self, plan: dict[str, Any], momentum: float | None) -> None:
-        self.plan, self.optimizer = plan, momentum and SGD(momentum)
-        self.net = Loopback(plan, world_size=2, optimizer=self.optimizer or None)
+    @initialize(plan=st.sampled_from(PLANS), momentum=st.sampled_from([None, 0.9]), world_size=st.sampled_from([2, 4]))
+    def begin(self, plan: dict[str, Any], momentum: float | None, world_size: int) -> None:
+        self.plan, self.optimizer, self.world_size = plan, momentum and SGD(momentum), world_size
+        self.net = self.new_net(nodes=0)
         self.given = {name: np.zeros(size) for name, size in SIZES.items()}
         self.received = {name: np.zeros(size) for name, size in SIZES.items()}
         self.random = np.random.default_rng(0)
@@ -44,7 +46,7 @@ class Sets(RuleBasedStateMachine):
     @rule(names=st.sets(st.sampled_from(sorted(SIZES)), min_size=1), bad=st.booleans())
     def step(self, names: set[str], bad: bool) -> None:
         gradients = [{name: self.random.standard_normal(SIZES[name]).astype(np.float32) for name in sorted(names)}
-                     for _ in range(2)]  # fmt: skip
+                     for _ in range(self.world_size)]  # fmt: skip
         if bad:
             gradients[1][min(names)][0] = np.nan
         got = self.net.allreduce_many(gradients)[0]
@@ -54,20 +56,30 @@ class Sets(RuleBasedStateMachine):
                 self.given[name] += np.mean([one[name] for one in gradients], axis=0)
                 self.received[name] += got[name]
 
+    def new_net(self, nodes: int) -> Loopback:
+        return Loopback(self.plan, self.world_size, nodes=nodes, grouping=IN_ORDER, optimizer=self.optimizer or None)
+
     @rule()
     def save_and_load(self) -> None:
-        saved = [rank.state_dict() for rank in self.net.ranks]
-        self.net = Loopback(self.plan, world_size=2, optimizer=self.optimizer or None)
-        for rank, one in zip(self.net.ranks, saved, strict=True):
+        self.load([rank.state_dict() for rank in self.net.ranks], self.new_net(self.net.plan.nodes))
+
+    @rule(nodes=st.sampled_from([0, 2]))
+    def move(self, nodes: int) -> None:
+        net = self.new_net(nodes if self.world_size == 4 else 0)
+        self.load(reshard([rank.state_dict() for rank in self.net.ranks], self.world_size, net.nodes), net)
+
+    def load(self, saved: list[dict[str, Any]], net: Loopback) -> None:
+        for rank, one in zip(net.ranks, saved, strict=True):
             rank.load_state_dict(one)
+        self.net = net
 
     @invariant()
     def nothing_is_lost(self) -> None:
         if self.optimizer:  # what is handed over is more, and less later
             return
         for name in self.net.ranks[0].names():
-            residuals = [rank.residual(name) for rank in self.net.ranks]
-            kept = 0.0 if residuals[0] is None else np.mean(residuals, axis=0)
+            residuals = [each for rank in self.net.ranks if (each := rank.residual(name)) is not None]
+            kept = sum(residuals, start=np.zeros(SIZES[name])) / self.world_size
             np.testing.assert_allclose(self.received[name] + kept, self.given[name], atol=2e-5, err_msg=name)
 
 
