@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress._torch.optimizers import Optimizers
+from hvdcompress.ddp.shared_memory import NodeTransport, SharedMemory, share_memory
 from hvdcompress.ddp.transport import ProcessGroupTransport, connect
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.node_step import Levels
@@ -118,6 +119,7 @@ class Compressor(TensorCompressor):
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._transport: ProcessGroupTransport | None = None
         self._network: Collectives | Levels | None = None  # the collectives over the transport
+        self._memory: SharedMemory | None = None  # shared by the ranks of this node, in exchanges with two levels
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
         self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None between steps
         self._failure: Exception | None = None  # error of the last step, until backward() raises it
@@ -228,8 +230,15 @@ class Compressor(TensorCompressor):
         observers = self.local.observers
         nodes = self.local.nodes
         transport = connect(self._parent, device, self.watchdog, nodes)
-        self._network = Levels.over(transport, transport.split(nodes), observers) if nodes else None
-        self._network = self._network or Collectives(transport, observers)
+        if nodes is None:
+            self._network = Collectives(transport, observers)
+        else:
+            to_owner, between, from_owner = transport.split(nodes)
+            self._memory = share_memory(to_owner) if device.type == "cpu" else None
+            inside: list[Any] = [to_owner, from_owner]
+            if self._memory:
+                inside = [NodeTransport(each, self._memory) for each in inside]
+            self._network = Levels.over(transport, [inside[0], between, inside[1]], observers)
         self._transport = transport
 
     def knows(self, parameter: torch.nn.Parameter) -> bool:
@@ -324,6 +333,8 @@ class Compressor(TensorCompressor):
         assert self._transport is not None
         assert self._network is not None
         self._transport.begin()
+        if self._memory:
+            self._memory.begin()
         self.local.begin_round()
         step = self._step = self._new_step(self._network, Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world_size

@@ -94,12 +94,12 @@ def lift(collective: Collective, out: Array, lengths: Sequence[int], ops: Ops) -
 
     Args:
         collective: the collective that the method yielded.
-        out: the flat result of the transport.
+        out: the flat result of the transport, or the list of its pieces.
         lengths: byte lengths of the received pieces, in rank order; for all-gather and all-to-all only.
         ops: the array ops of the payload's library.
     """
     if isinstance(collective, AllGather | AllToAll):
-        return cut(out, lengths)
+        return out if isinstance(out, list) else cut(out, lengths)
     return ops.to_bytes(out) if isinstance(collective, Broadcast) else out
 
 

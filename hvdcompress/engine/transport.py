@@ -77,7 +77,8 @@ class Transport(Protocol):
     def wait(self, handle: Handle) -> Array:
         """Wait for the result: a flat array of the payload's library, dtype and device.
 
-        The pieces of an all-gather or all-to-all are concatenated in rank order.
+        The pieces of an all-gather or all-to-all are concatenated in rank order. If the lengths were known, the result
+        may also be the list of the pieces.
         """
 
     def idle(self, handle: Handle) -> None:
