@@ -37,7 +37,7 @@ from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.torch.transport import HorovodTransport
 from hvdcompress.method import Method
 from hvdcompress.ops.torch.tensors import uploaded
-from hvdcompress.plan import BY_NAME, Plan, plan_of
+from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
 
 _numbers: Counter[int] = Counter()  # see engine.compressor.next_compressor_number
 _hook_handles: list[Any] = []  # at most one: of the optimizers' pre-step hook, registered with the first Compressor
@@ -416,12 +416,16 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         bucket, index = self._bucket_and_index[ctx.name]
         # In the first step, plans may differ between ranks. A rank that sent the gradient here, and another one the
         # probe, would get Horovod's error about unequal shapes instead of ours about unequal plans
-        if self._plans_compared and self.local.next_step(bucket).passes_through:
+        if self._plans_compared and self._passes_through(bucket):
             ctx.passed = True
             arrivals.passing.append(ctx)
             return
         vector = self.framework.vector(arrivals.step, bucket, ctx.gradient)
         ctx.carried = arrivals.step.add(bucket, [index], [vector], may_carry=self._plans_compared)
+
+    def _passes_through(self, bucket: Bucket) -> bool:
+        """Return whether the stock all-reduce reduces the gradient itself. It knows nothing of two levels."""
+        return self.local.nodes is None and self.local.next_step(bucket).passes_through
 
     def _pass_on(self, arrivals: Arrivals) -> None:
         """Tell the engine about the gradients that stock all-reduces carry, which may be in flight already."""
@@ -518,8 +522,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         carries a payload, the probe follows it. If it carries the gradient itself, no probe is needed.
         """
         failed = step.error and self._plans_compared and ctx.name and not ctx.carried
-        planned = self.local.next_step(self._bucket_and_index[ctx.name][0]) if failed else None
-        if ctx.passed or (planned and planned.passes_through):
+        bucket = self._bucket_and_index[ctx.name][0] if failed else None
+        planned = self.local.next_step(bucket) if bucket else None
+        if ctx.passed or (bucket and self._passes_through(bucket)):
             ctx.passed = True
             payload = ctx.gradient
             stock = ctx.gradient.contiguous()

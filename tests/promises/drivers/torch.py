@@ -77,17 +77,15 @@ class TorchHandle(Handle):
 
     def overhead(self, steps: int) -> dict[str, int]:
         """A probe with each gradient that Horovod does not reduce itself, and a status in each step; with two levels,
-        two of them, and gradients that Horovod reduces among all ranks, and not among owners."""
+        it reduces none, there are two statuses, and ranks compare their nodes at first."""
         probes = {}
-        local = self.compressor.local
-        statuses = 2 if local.nodes else 1
+        nodes = self.compressor.local.nodes
+        statuses = 2 if nodes else 1
         for bucket in self.compressor.buckets.values():
-            passing = bucket.spec.dtype == "float32" and len(bucket.members) == 1
+            passing = nodes is None and bucket.spec.dtype == "float32" and len(bucket.members) == 1
             methods = [bucket.program.at(step) for step in range(1, steps)]
             passed = sum(passing and method.identity and method.feedback == "none" for method in methods)
             probes |= {member.name: (steps - passed) * TorchDriver.probe for member in bucket.members}
-            if not local.owns(bucket):
-                probes[bucket.members[0].name] += passed * 4 * bucket.members[0].size
         return {
             **probes,
             "status": 64 * statuses * steps,
