@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
 from hvdcompress import ddp
+from hvdcompress.ddp import shared_memory
 from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.pieces import by_tensor
 from hvdcompress.loopback import Loopback
+from hvdcompress.plan import IN_ORDER
 from tests.harness import (
     EXACT,
     OUT,
@@ -958,3 +960,39 @@ def a_state_goes_on_when_more_parameters_are_trained() -> None:
     assert_same_on_all_ranks({n: p.grad.numpy() for n, p in net.named_parameters()}, gather, "gradients")
     for one in (first, second, again):
         one.close()
+
+
+GET = shared_memory.SharedMemory.get
+
+
+def refuse(memory: shared_memory.SharedMemory, note: shared_memory.Note) -> np.ndarray:
+    """Open no memory of other ranks, on the first rank of each node."""
+    if dist.get_rank() % 2 == 0 and note.pid != os.getpid():
+        raise PermissionError(note.pid)
+    return GET(memory, note)
+
+
+@case
+def two_levels_through_shared_memory_and_without_it() -> None:
+    if "NODES" not in os.environ:
+        raise Skip("needs nodes")
+    nodes = int(os.environ["NODES"])
+    shapes = {"a": (300, 400), "b": (7,), "c": (200, 500), "d": (90, 80)}
+    before = shared_memory.SMALL, shared_memory.FIRST
+    for is_shared in (True, False):
+        shared_memory.SMALL, shared_memory.FIRST = 1000, 4096
+        if not is_shared:  # as in a container of its own: the other ranks cannot open this rank's memory
+            shared_memory.SharedMemory.get = refuse  # type: ignore[method-assign]
+        try:
+            model = DistributedDataParallel(Net(shapes))
+            compressor = ddp.attach(model, "topk", density=0.1, nodes=nodes, optimizer_momentum="keep")
+            net = Loopback("topk", dist.get_world_size(), density=0.1, nodes=nodes, grouping=IN_ORDER)
+            for step in range(3):
+                given = everyone(step, shapes)
+                want = net.allreduce_many(given)[dist.get_rank()]
+                assert_close(reduced(model, given[dist.get_rank()]), want, EXACT, f"shared {is_shared}, step {step}")
+            assert (compressor._memory is not None) == is_shared
+            compressor.close()
+        finally:
+            shared_memory.SMALL, shared_memory.FIRST = before
+            shared_memory.SharedMemory.get = GET  # type: ignore[method-assign]

@@ -76,7 +76,7 @@ QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ("torch", "gloo-2"): SUBSETS[("tensorflow", "gloo-2")],
     ("ddp", "torchrun-3"): (),
     ("ddp", "torchrun-4"): (),
-    ("ddp", "torchrun-2x2"): _WITH_TWO_LEVELS,
+    ("ddp", "torchrun-2x2"): (*_WITH_TWO_LEVELS, "two_levels_through_shared_memory_and_without_it"),
     ("tensorflow", "mpi-3"): (),
     ("tensorflow", "gloo-2"): (),
     ("mpi", "alone"): (*_SOME, "results_are_the_loopbacks", "state_is_restored_to_the_bit"),
