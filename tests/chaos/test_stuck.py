@@ -69,7 +69,7 @@ def test_a_rank_that_continues_after_a_stop_is_waited_for(driver: str, kind: str
     needs(*MODULES[driver])
     done = launch(kind, HERE / "stuck.py", str(tmp_path), "continued", seconds=120, DRIVER=driver)
     assert done.returncode == 0 and len([*tmp_path.glob("survivor-*")]) == world_size_of(kind), done.stdout[-3000:]
-    assert any("missing: rank 3 " in line for line in done.stdout.splitlines()), done.stdout[-3000:]
+    assert any("has waited 3 s in step 3" in line for line in done.stdout.splitlines()), done.stdout[-3000:]
 
 
 @pytest.mark.timeout(120)
