@@ -234,11 +234,12 @@ class Compressor(TensorCompressor):
             self._network = Collectives(transport, observers)
         else:
             to_owner, between, from_owner = transport.split(nodes)
-            self._memory = share_memory(to_owner) if device.type == "cpu" else None
+            self._memory = share_memory(to_owner) if device.type == "cpu" and not self.framework.force_torch else None
             inside: list[Any] = [to_owner, from_owner]
             if self._memory:
                 inside = [NodeTransport(each, self._memory) for each in inside]
-            self._network = Levels.over(transport, [inside[0], between, inside[1]], observers)
+            allocate = self._memory.allocate if self._memory else None
+            self._network = Levels.over(transport, [inside[0], between, inside[1]], observers, allocate)
         self._transport = transport
 
     def knows(self, parameter: torch.nn.Parameter) -> bool:

@@ -54,6 +54,11 @@ class Segment:
         self._file.truncate(size)
         self.array = np.frombuffer(mmap.mmap(self._file.fileno(), size), np.uint8)
 
+    def offset_of(self, payload: Array) -> int | None:
+        """Return at which byte of this memory an array begins; None if it is elsewhere."""
+        offset = payload.ctypes.data - self.array.ctypes.data
+        return offset if 0 <= offset < self.size else None
+
     @property
     def descriptor(self) -> int:
         """The file descriptor, through which other processes open the memory."""
@@ -78,16 +83,27 @@ class SharedMemory:
         self._used = 0
         self._old.clear()
 
-    def put(self, payload: Array) -> Note:
-        """Copy a payload into shared memory, and return where it is."""
-        if self._used + len(payload) > self.segment.size:
+    def allocate(self, size: int) -> Array:
+        """Return shared memory for this step, uint8 [size]. Its contents are undefined."""
+        if self._used + size > self.segment.size:
             self._old.append(self.segment)
-            self.segment = Segment(2 * (self.segment.size + len(payload)))
+            self.segment = Segment(2 * (self.segment.size + size))
             self._used = 0
         start = self._used
-        self._used += -(-len(payload) // 64) * 64  # the next payload is aligned
-        self.segment.array[start : start + len(payload)] = payload
-        return Note(os.getpid(), self.segment.descriptor, self.segment.size, start, len(payload))
+        self._used += -(-size // 64) * 64  # what follows is aligned
+        return self.segment.array[start : start + size]
+
+    def put(self, payload: Array) -> Note:
+        """Copy a payload to shared memory, unless it is there already, and return where it is."""
+        if not any(segment.offset_of(payload) is not None for segment in (self.segment, *self._old)):
+            copy = self.allocate(len(payload))
+            copy[:] = payload
+            payload = copy
+        for segment in (self.segment, *self._old):
+            offset = segment.offset_of(payload)
+            if offset is not None:
+                return Note(os.getpid(), segment.descriptor, segment.size, offset, len(payload))
+        raise AssertionError("the payload is in no segment")
 
     def get(self, note: Note) -> Array:
         """Return a payload of a rank of this node, as a view of its memory, uint8 [length].

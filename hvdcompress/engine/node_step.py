@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -48,15 +48,24 @@ class Levels:
         between: the ranks with the same local rank on all nodes.
         from_owner: the ranks of this node: results. They have collectives of their own, because on ordered networks
             results and gradients must not wait for each other.
+        allocate: returns memory that the ranks of this node share, uint8 of a number of bytes, for one step; None if
+            there is none.
     """
 
     world: Collectives
     to_owner: Collectives
     between: Collectives
     from_owner: Collectives
+    allocate: Callable[[int], Array] | None = None
 
     @classmethod
-    def over(cls, world: Transport, parts: Sequence[Transport], observers: Sequence[Observer]) -> Levels:
+    def over(
+        cls,
+        world: Transport,
+        parts: Sequence[Transport],
+        observers: Sequence[Observer],
+        allocate: Callable[[int], Array] | None = None,
+    ) -> Levels:
         """Return the collectives over transports of all ranks, to the owner, between nodes, and from the owner."""
         to_owner, between, from_owner = parts
         return cls(
@@ -64,6 +73,7 @@ class Levels:
             Collectives(to_owner, observers, world.rank, inside_node=True),
             Collectives(between, observers, world.rank),
             Collectives(from_owner, observers, world.rank, inside_node=True),
+            allocate,
         )
 
 
@@ -73,7 +83,7 @@ class NodeBucket:
     Args:
         bucket: the bucket.
         owner: the local rank of its owner.
-        network: the collectives of this node for gradients.
+        levels: the collectives of this rank.
         memory: the reused buffers of the bucket.
         ops: the array ops of the gradients' library.
         like: an array on the gradients' device, in the working dtype.
@@ -86,15 +96,16 @@ class NodeBucket:
         is_delivered: on the owner, whether the result is in :attr:`vector`.
     """
 
-    def __init__(self, bucket: Bucket, owner: int, network: Collectives, memory: Memory, ops: Ops, like: Array):
+    def __init__(self, bucket: Bucket, owner: int, levels: Levels, memory: Memory, ops: Ops, like: Array):
         self.bucket = bucket
         self.name = bucket.spec.name
         self.owner = owner
-        self.network = network
+        self.levels = levels
         self.memory = memory
         self.ops = ops
         self.like = like
         self.outs: list[Any] = [None] * len(bucket.members)
+        self.network = levels.to_owner  # of the collective in flight, or of the next one
         self.pending: Pending | None = None
         self.exchange: Exchange | None = None
         self.is_delivered = False
@@ -110,9 +121,12 @@ class NodeBucket:
     def vector(self) -> Array:
         """The gradients of this rank, and later the result, in the order of the bucket's tensors [n]."""
         if self._vector is None:
-            work = Workspace(self.ops, self.memory.scratch)
+            size = self.bucket.spec.size
             dtype = str(self.like.dtype).removeprefix("torch.")
-            self._vector = work.buffer("node", self.bucket.spec.size, dtype, self.like)
+            if self.levels.allocate:
+                self._vector = self.levels.allocate(size * np.dtype(dtype).itemsize).view(dtype)
+            else:
+                self._vector = Workspace(self.ops, self.memory.scratch).buffer("node", size, dtype, self.like)
         return self._vector
 
     def parts(self, vector: Array) -> list[Array]:
@@ -195,17 +209,13 @@ class NodeBucket:
 
     # -- from the owner -------------------------------------------------------------------------------------
 
-    def send_result(self, network: Collectives) -> None:
-        """Start sending the result from the owner to the other ranks.
-
-        Args:
-            network: the collectives of this node for results.
-        """
-        self.network = network
+    def send_result(self) -> None:
+        """Start sending the result from the owner to the other ranks."""
+        self.network = self.levels.from_owner
         payload = self.ops.to_bytes(self.vector if self.is_owned else self.vector[:0])
         num_bytes = int(self.vector.nbytes)
-        lengths = tuple(num_bytes if rank == self.owner else 0 for rank in range(network.world_size))
-        self.pending = network.start(self.name, 0, AllGather(payload), self.ops, self.like, lengths)
+        lengths = tuple(num_bytes if rank == self.owner else 0 for rank in range(self.network.world_size))
+        self.pending = self.network.start(self.name, 0, AllGather(payload), self.ops, self.like, lengths)
 
     def receive_result(self) -> None:
         """Wait for the result, and write it to :attr:`outs`."""
@@ -285,7 +295,7 @@ class NodeStep(Step):
             node_bucket = self.node_buckets[name] = NodeBucket(
                 bucket,
                 self.placement.owner(bucket),
-                self.levels.to_owner,
+                self.levels,
                 self.local.memory_of(name),
                 self.framework.ops(like),
                 like,
@@ -394,7 +404,7 @@ class NodeStep(Step):
 
     def _send_oldest_result(self) -> None:
         oldest = self._to_return.popleft()
-        oldest.send_result(self.levels.from_owner)
+        oldest.send_result()
         self._from_owner.append(oldest)
 
     def send_norm(self) -> None:
