@@ -89,6 +89,8 @@ class Measured(MethodEntry):
 
     over: Over = "ring"
     """Horovod over MPI's ring, over MPI with Open MPI's own choice, or over gloo; DDP over gloo; or the MPI driver."""
+    two_level: bool = False
+    """Exchange with two levels, the hosts being the nodes."""
     alone: int = Field(0, ge=0)
     """Steps that each rank makes without the network before its first exchange, to reach the phase that is to be
     measured (GradiVeQ's dense phase takes hundreds of megabytes on the network)."""
@@ -147,7 +149,8 @@ class Bench(ConfigFile):
             how = {"none": DENSE, "powersgd": f"{POWERSGD}1"}.get(kind, kind)
             found.append(Contender(name, where, {"how": how, "warm_up": 3 if kind == "powersgd" else 1}))
         for entry in self.methods:
-            spec = {"how": entry.settings, "warm_up": 3, "alone": entry.alone}
+            settings = entry.settings | ({"nodes": self.hosts} if entry.two_level else {})
+            spec = {"how": settings, "warm_up": 3, "alone": entry.alone}
             found.append(Contender(entry.label, entry.over, spec))
         return found
 
