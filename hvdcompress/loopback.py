@@ -332,7 +332,7 @@ def warm_up(plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None =
         for _, method in plan.program_of(spec).stages:
             tensors.setdefault(method, []).append(spec)
     for method, suited in tensors.items():
-        only = replace(plan, program=Program(((0, method),)), rules=(), verify_every=0, source="{}")
+        only = replace(plan, program=Program(((0, method),)), rules=(), verify_every=0, nodes=0, source="{}")
         compressed = [spec for spec in suited if spec.size >= plan.min_elements and method.suits(spec)]
         sample = {spec.name: spec for spec in (*_sample(suited)[:1], *_sample(compressed))}.values()
         _try(only, tuple(replace(spec, name=str(number)) for number, spec in enumerate(sample)), grouping)

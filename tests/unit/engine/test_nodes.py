@@ -11,7 +11,7 @@ from experiments import nets
 from hvdcompress.engine.nodes import Location, Nodes, Placement, find_nodes
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.saving.snapshot import reshard
-from hvdcompress.loopback import Loopback
+from hvdcompress.loopback import Loopback, warm_up
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.optimizers import SGD
@@ -341,3 +341,8 @@ def test_all_files_are_needed(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="all ranks are needed"):  # a local disk has the files of its own rank alone
         checkpoint.load(tmp_path, 0, 4, None)
     assert checkpoint.load(tmp_path, 0, 4, NODES)["nodes"]["owners"]
+
+
+def test_kernels_are_compiled_whatever_the_number_of_nodes() -> None:
+    """The trial steps of two simulated ranks have one level."""
+    warm_up(plan_of("topk", nodes=4), [TensorSpec("w", (64, 64))])
