@@ -67,11 +67,10 @@ def one_exchange(page: str) -> dict[str, Any]:
 
 
 def two_levels() -> dict[str, Any]:
-    """Return the table of "What it saves" on the page on nodes, and a function of the state for ResNet-50."""
+    """Return the table of "What it saves" on the page on nodes."""
     rows = results.load("bench-nodes-4-hosts").set_index("contender")
     slow = rows[rows["rate"] == "100mbit"]
     fast = rows[rows["rate"] == "1gbit"]
-    resnet = results.load("bench-nodes-resnet50").set_index("contender")
     table = {
         "": LEVELS,
         "sent": _levels(fast, "interface", num_bytes),
@@ -81,13 +80,13 @@ def two_levels() -> dict[str, Any]:
         "codec": _levels(fast, "codec", seconds_of),
         "state": _levels(fast, "state", num_bytes),
     }
-    return {"levels": pd.DataFrame(table), "resnet50": lambda name: _levels(resnet, "state", num_bytes, [name])[0]}
+    return {"levels": pd.DataFrame(table)}
 
 
-def _levels(rows: pd.DataFrame, column: str, shown: Callable[[float], str], names: list[str] = LEVELS) -> list[str]:
+def _levels(rows: pd.DataFrame, column: str, shown: Callable[[float], str]) -> list[str]:
     """Return a figure of each method with one level and with two."""
     figures = rows[column].map(shown)
-    return [f"{figures[name]} → {figures[f'two-level {name}']}" for name in names]
+    return [f"{figures[name]} → {figures[f'two-level {name}']}" for name in LEVELS]
 
 
 def _wide(cells: pd.Series, index: pd.Series, columns: pd.Series) -> pd.DataFrame:
