@@ -95,15 +95,16 @@ class SharedMemory:
 
     def put(self, payload: Array) -> Note:
         """Copy a payload to shared memory, unless it is there already, and return where it is."""
-        if not any(segment.offset_of(payload) is not None for segment in (self.segment, *self._old)):
+        segments = (self.segment, *self._old)
+        segment = next((each for each in segments if each.offset_of(payload) is not None), None)
+        if segment is None:
             copy = self.allocate(len(payload))
             copy[:] = payload
             payload = copy
-        for segment in (self.segment, *self._old):
-            offset = segment.offset_of(payload)
-            if offset is not None:
-                return Note(os.getpid(), segment.descriptor, segment.size, offset, len(payload))
-        raise AssertionError("the payload is in no segment")
+            segment = self.segment
+        offset = segment.offset_of(payload)
+        assert offset is not None
+        return Note(os.getpid(), segment.descriptor, segment.size, offset, len(payload))
 
     def get(self, note: Note) -> Array:
         """Return a payload of a rank of this node, as a view of its memory, uint8 [length].

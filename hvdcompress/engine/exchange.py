@@ -29,9 +29,10 @@ from hvdcompress.engine.intake import Intake, Tiles, Whole, suits_whole
 from hvdcompress.engine.momentum import Adapter
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.telemetry.observer import Completed
-from hvdcompress.method import AllGather, Array, Broadcast, Collective, Communication, Reduced
+from hvdcompress.method import AllGather, Array, Broadcast, Collective, Communication, Reduced, TensorSpec
 from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Spectra
 from hvdcompress.parts import feedback, momentum
+from hvdcompress.plan import Bucket
 
 VARIABLE_LENGTH_HINT = "; if lengths may differ, set `variable_length = True` or yield AllGather(fixed_length=False)"
 
@@ -106,11 +107,7 @@ class Exchange:
         """
         self._expect(Stage.FILLING)
         for index, gradient in zip(indices, gradients, strict=True):
-            member = self.setup.bucket.members[index]
-            if len(gradient) != member.size:
-                raise ValueError(f"tensor {member.name!r} has {member.size} elements, its gradient has {len(gradient)}")
-            if self._intake.has(index):
-                raise ValueError(f"tensor {member.name!r} got a second gradient in the same step")
+            check_gradient(self.setup.bucket.members[index], gradient, self._intake.has(index))
         # Check all gradients before accepting any, so that an error leaves the exchange unchanged
         for index, out in zip(indices, gradients if outs is None else outs, strict=True):
             self.outs[index] = out
@@ -427,8 +424,7 @@ class Exchange:
 
     def describe_missing(self) -> str:
         """Name the gradients that have not been added."""
-        names = [self.setup.bucket.members[index].name for index in self._intake.missing()]
-        return f"bucket {self.name!r} is incomplete: no gradient of {', '.join(map(repr, names))} was added"
+        return describe_missing(self.setup.bucket, self._intake.missing())
 
     def wrap_error(self, error: Exception) -> ExchangeError:
         """Wrap an exception from the method with the tensor, round and rank."""
@@ -456,3 +452,17 @@ class Exchange:
                 observer.encoded(local.rank, self.name, seconds)
             else:
                 observer.decoded(local.rank, self.name, seconds)
+
+
+def check_gradient(member: TensorSpec, gradient: Array, has_arrived: bool) -> None:
+    """Raise ValueError if a gradient does not have the size of its tensor, or the tensor already has a gradient."""
+    if len(gradient) != member.size:
+        raise ValueError(f"tensor {member.name!r} has {member.size} elements, its gradient has {len(gradient)}")
+    if has_arrived:
+        raise ValueError(f"tensor {member.name!r} got a second gradient in the same step")
+
+
+def describe_missing(bucket: Bucket, indices: Sequence[int]) -> str:
+    """Name the gradients of a bucket that have not been added."""
+    names = ", ".join(repr(bucket.members[index].name) for index in indices)
+    return f"bucket {bucket.spec.name!r} is incomplete: no gradient of {names} was added"

@@ -24,7 +24,7 @@ from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.bucket_state import Memory
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.cosine import Product
-from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.exchange import Exchange, check_gradient, describe_missing
 from hvdcompress.engine.nodes import Placement
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
@@ -33,6 +33,7 @@ from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.transport import Transport
 from hvdcompress.method import AllGather, AllToAll, Array, Workspace
 from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.plan import Bucket
 
 PRODUCT_BYTES = 8 * len(fields(Product))  #: bytes of a :class:`Product` in float64
@@ -92,7 +93,6 @@ class NodeBucket:
         name: the name of the bucket.
         outs: flat arrays that receive the results, one per tensor.
         pending: the collective in flight, or None.
-        exchange: on the owner, the exchange between nodes once it has begun.
         is_delivered: on the owner, whether the result is in :attr:`vector`.
     """
 
@@ -107,7 +107,6 @@ class NodeBucket:
         self.outs: list[Any] = [None] * len(bucket.members)
         self.network = levels.to_owner  # of the collective in flight, or of the next one
         self.pending: Pending | None = None
-        self.exchange: Exchange | None = None
         self.is_delivered = False
         self._missing = set(range(len(bucket.members)))
         self._vector: Array | None = None
@@ -122,7 +121,7 @@ class NodeBucket:
         """The gradients of this rank, and later the result, in the order of the bucket's tensors [n]."""
         if self._vector is None:
             size = self.bucket.spec.size
-            dtype = str(self.like.dtype).removeprefix("torch.")
+            dtype = dtype_name(self.like)
             if self.levels.allocate:
                 self._vector = self.levels.allocate(size * np.dtype(dtype).itemsize).view(dtype)
             else:
@@ -140,11 +139,7 @@ class NodeBucket:
             ValueError: a gradient does not have the size of its tensor, or the tensor already has a gradient.
         """
         for index, gradient in zip(indices, gradients, strict=True):
-            member = self.bucket.members[index]
-            if len(gradient) != member.size:
-                raise ValueError(f"tensor {member.name!r} has {member.size} elements, its gradient has {len(gradient)}")
-            if index not in self._missing:
-                raise ValueError(f"tensor {member.name!r} got a second gradient in the same step")
+            check_gradient(self.bucket.members[index], gradient, index not in self._missing)
         if len(self.bucket.members) == 1:
             # The result may overwrite the gradient, or is written to ``outs`` anyway, so no other buffer is needed
             (vector,) = gradients if outs is None else outs
@@ -166,13 +161,12 @@ class NodeBucket:
         """Add zeros for the tensors that have no gradient on this rank."""
         for index in sorted(self._missing):
             size = self.bucket.members[index].size
-            zeros = self.ops.zeros(size, str(self.like.dtype).removeprefix("torch."), self.like)
+            zeros = self.ops.zeros(size, dtype_name(self.like), self.like)
             self.add([index], [zeros], [zeros])
 
     def describe_missing(self) -> str:
         """Name the gradients that have not been added."""
-        names = [self.bucket.members[index].name for index in sorted(self._missing)]
-        return f"bucket {self.name!r} is incomplete: no gradient of {', '.join(map(repr, names))} was added"
+        return describe_missing(self.bucket, sorted(self._missing))
 
     # -- to the owner ---------------------------------------------------------------------------------------
 
@@ -200,7 +194,7 @@ class NodeBucket:
         pieces = self._wait()
         if not self.is_owned:
             return None
-        dtype = str(self.vector.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.vector)
         gradients = [
             self.vector if rank == self.owner else self.ops.from_bytes(piece, dtype)
             for rank, piece in enumerate(pieces)
@@ -220,7 +214,7 @@ class NodeBucket:
     def receive_result(self) -> None:
         """Wait for the result, and write it to :attr:`outs`."""
         result = self._wait()[self.owner]
-        dtype = str(self.vector.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.vector)
         vector = self.vector if self.is_owned else self.ops.from_bytes(result, dtype)
         parts = self.parts(vector)
         for out, part in zip(self.outs, parts, strict=True):
@@ -385,7 +379,6 @@ class NodeStep(Step):
         members = range(len(node_bucket.bucket.members))
         results = node_bucket.parts(node_bucket.vector)
         super().add(node_bucket.bucket, members, node_bucket.parts(total), results)
-        node_bucket.exchange = self.exchanges[node_bucket.name]
 
     def _deliver(self, exchange: Exchange, factor: float) -> None:
         super()._deliver(exchange, factor)
