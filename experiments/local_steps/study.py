@@ -15,7 +15,6 @@ exchange's, the others the method's or its plan's:
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ from hvdcompress.optimizers import SGD
 from hvdcompress.plan.reading import plan_of, settings_of
 
 EVALUATE = 100  #: steps between evaluations
-SCORED = 5  #: the score is the mean of so many last evaluations
 
 
 @dataclass(frozen=True)
@@ -196,10 +194,4 @@ def train(task: dict[str, Any], contender: str, ranks: int, seed: int) -> dict[s
     done = bool(evaluations) and evaluations[-1][0] == usual.steps and math.isfinite(value)
     size = sum(each.numel() for each in training.anchor.parameters())
     sent = training.net.ledger.bytes_sent(ranks - 1)
-    return {
-        "status": "done" if done else "diverged",
-        "score": statistics.fmean(value for _, value in evaluations[-SCORED:]) if done else None,
-        "evaluations": evaluations,
-        "ratio": 4 * size * usual.steps / sent if sent else None,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    return every_step.record(done, evaluations, 4 * size * usual.steps / sent if sent else None, began)

@@ -81,10 +81,22 @@ def train(task: dict[str, Any], contender: str, ranks: int, seed: int) -> dict[s
                 break
             evaluations.append((taken, value))
     done = taken == steps and math.isfinite(value)
+    return record(done, evaluations, simulation.net.ledger.compression_ratio(ranks - 1), began)
+
+
+def record(done: bool, evaluations: list[tuple[int, float]], ratio: float | None, began: float) -> dict[str, Any]:
+    """Return the record of a run; see :func:`train`.
+
+    Args:
+        done: whether the run came to its end.
+        evaluations: (step, value) each.
+        ratio: of dense bytes and bytes sent; None if nothing was sent.
+        began: ``time.perf_counter()`` at its beginning.
+    """
     return {
         "status": "done" if done else "diverged",
         "score": statistics.fmean(value for _, value in evaluations[-SCORED:]) if done else None,
         "evaluations": evaluations,
-        "ratio": simulation.net.ledger.compression_ratio(ranks - 1),
+        "ratio": ratio,
         "seconds": round(time.perf_counter() - began, 1),
     }
