@@ -97,7 +97,8 @@ def report(
     from experiments.units import kept
 
     found = kept(folder) if folder else results.load("to-accuracy")
-    formats = {"milliseconds": "{:.0f}", "rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}"}
+    formats = dict.fromkeys(("milliseconds", "p95", "longest"), "{:.0f}")
+    formats |= {"rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}"}
     for title, rows in comparisons(found):
         tables.show(table(rows), f"\n### {title}\n", **{column: text.format for column, text in formats.items()})
     if publish:
