@@ -4,11 +4,11 @@ ranks."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import re
 import time
 from pathlib import Path
 
