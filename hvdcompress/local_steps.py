@@ -129,7 +129,8 @@ class LocalSteps:
         driver: "torch" for torch.distributed or "horovod"; by default the one that is initialized.
         process_group: a torch.distributed process group or a Horovod process set; by default all ranks.
         checkpoint: a folder. The state is loaded from there if there is one, and saved after each exchange.
-        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``nodes``, …).
+        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``nodes``, …). The outer optimizer's
+            momentum is kept, unless ``optimizer_momentum`` is given here or in the plan's dict.
 
     Attributes:
         steps: number of calls of :meth:`step`.
@@ -184,7 +185,10 @@ class LocalSteps:
         plan = plan_of(method, **settings)
         for fragment in self.fragments:
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
-            fragment.compressor.use_optimizer(self.outer)
+            if "optimizer_momentum" in {**(method if isinstance(method, Mapping) else {}), **settings}:
+                fragment.compressor.use_optimizer(self.outer)
+            else:
+                fragment.compressor.ignore_optimizers()
         buffers = {name: each for name, each in model.named_buffers() if each.is_floating_point()}
         self._buffers = buffers
         self._buffer_compressor: TensorCompressor | None = None

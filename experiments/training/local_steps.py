@@ -49,7 +49,9 @@ class LocalSimulation(Simulation):
         self.models = [self._build(seed) for _ in range(ranks)]
         self.optimizers = [models_torch.optimizer_of(task, model) for model in self.models]
         self.optimizer = torch.optim.SGD(self.model.parameters(), **outer)
-        self.net = Loopback({"seed": seed, **plan}, ranks, optimizer=SGD(outer["momentum"], nesterov=outer["nesterov"]))
+        # as LocalSteps: the outer momentum is kept, unless the plan says otherwise
+        momentum = SGD(outer["momentum"], nesterov=outer["nesterov"]) if "optimizer_momentum" in plan else SGD(0.0)
+        self.net = Loopback({"seed": seed, **plan}, ranks, optimizer=momentum)
 
     def steps(self, watched: Any = ()) -> Iterator[Moment]:
         """Take and yield the task's steps; those without an exchange reduce nothing."""
