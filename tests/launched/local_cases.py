@@ -14,6 +14,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import hvdcompress
 from hvdcompress.local_steps import OUTER, LocalSteps
 from tests.harness import OUT, Skip, case, logged, must_raise
 
@@ -312,6 +313,28 @@ def a_second_synchronization_changes_nothing() -> None:
     local.synchronize()
     assert_equal(model.state_dict(), once)
     local.close()
+
+
+@case
+def every_method_trains_with_local_steps() -> None:
+    for method in hvdcompress.available():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        inputs = torch.randn(16, 20, generator=torch.Generator().manual_seed(RANK))
+        local = LocalSteps(model, sgd, every=2, method=method, min_elements=100, outer={"lr": 1.0})
+        losses = []
+        for _ in range(4):
+            sgd.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(inputs), torch.arange(16) % 3)
+            loss.backward()
+            sgd.step()
+            losses.append(loss.item())
+            local.step()
+        assert_same_on_all_ranks(model.state_dict())
+        losses.append(torch.nn.functional.cross_entropy(model(inputs), torch.arange(16) % 3).item())
+        assert sum(gather(losses[-1])) < sum(gather(losses[0])), f"{method}: {losses}"
+        local.close()
 
 
 def first_ranks() -> tuple[bool, Any]:
