@@ -20,7 +20,9 @@ DiLoCo: Douillard et al. 2025, arXiv 2501.18512, algorithm 2).
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +30,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress._torch.compressor import TensorCompressor, plain_name
 from hvdcompress.engine.telemetry import log
@@ -35,7 +38,50 @@ from hvdcompress.method import Method
 from hvdcompress.plan import Plan, plan_of
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  #: the outer optimizer of DiLoCo's paper (section 3.1)
-KEPT = 2  #: saved steps that are kept, so that one is complete while the next one is being written
+
+
+class _Buffers:
+    """The floating-point buffers of a model, such as those of batch normalization, which are averaged uncompressed.
+
+    Buffers that contain Inf or NaN from the beginning, such as attention masks, are left out.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        anchors: the buffers at the last exchange, by name; equal on all ranks.
+        values: the buffers in flight by name; their averages after the exchange.
+        compressor: averages them; None if there are none.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+        self.anchors = {name: each.clone() for name, each in self._now().items() if each.isfinite().all()}
+        self.values: dict[str, torch.Tensor] = {}
+        self.compressor: TensorCompressor | None = None
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        # A module may have replaced a buffer by another tensor since the last exchange
+        named = self._model.named_buffers()
+        return {plain_name(name): each.detach() for name, each in named if each.is_floating_point()}
+
+    def begin(self) -> None:
+        """Copy the buffers, which training may change during the exchange."""
+        now = self._now()
+        self.values = {name: now[name].clone() for name in self.anchors}
+
+    def end(self, is_finite: bool) -> None:
+        """Set the buffers to their averages, or to those of the last exchange."""
+        if is_finite:
+            self.anchors = self.values
+        self.values = {}
+        self.pull()
+
+    def pull(self) -> None:
+        """Set the buffers to those of the last exchange."""
+        now = self._now()
+        for name, anchor in self.anchors.items():
+            now[name].copy_(anchor)
 
 
 class Fragment:
@@ -48,9 +94,11 @@ class Fragment:
     Attributes:
         anchors: the parameters at the last exchange, by name; equal on all ranks.
         compressor: exchanges the pseudo-gradients.
-        gradients: the pseudo-gradients in flight by name; their averages once ``pending`` is done.
+        gradients: the pseudo-gradients in flight by name; their averages after the exchange.
+        buffers: the buffers that are averaged with this fragment; None for all fragments but the last.
         pending: the exchange in flight; None if there is none.
         due: the step in which its result is applied.
+        agreed: the step after which the parameters were equal on all ranks.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], offset: int):
@@ -59,39 +107,57 @@ class Fragment:
         self.anchors = {name: torch.nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
         self.compressor: TensorCompressor
         self.gradients: dict[str, torch.Tensor] = {}
+        self.buffers: _Buffers | None = None
         self.pending: Future[None] | None = None
         self.due = 0
+        self.agreed = 0
 
     @torch.no_grad()
     def begin(self) -> None:
         """Compute the pseudo-gradients."""
         self.gradients = {name: anchor - self.parameters[name] for name, anchor in self.anchors.items()}
+        if self.buffers:
+            self.buffers.begin()
 
-    def end(self, outer: torch.optim.Optimizer, mixing: float) -> bool:
+    def exchange(self, compressed: bool) -> None:
+        """Average the pseudo-gradients and the buffers over all ranks."""
+        with contextlib.nullcontext() if compressed else self.compressor.paused():
+            self.compressor.allreduce(self.gradients)
+        if self.buffers and self.buffers.compressor:
+            self.buffers.compressor.allreduce(self.buffers.values)
+
+    @torch.no_grad()
+    def end(self, outer: torch.optim.Optimizer | None, mixing: float) -> bool:
         """Wait for the exchange, let the outer optimizer update the anchor, and move the parameters to it.
 
         Args:
-            outer: the outer optimizer.
+            outer: the outer optimizer; None to average the parameters.
             mixing: the parameters become ``mixing`` times themselves plus (1 - ``mixing``) times the anchor.
 
         Returns:
-            False if a parameter of some rank was Inf or NaN: then the parameters return to the last anchor.
+            False if a parameter or a buffer of some rank was Inf or NaN: then they return to the last exchange.
         """
         assert self.pending is not None
         pending = self.pending
         self.pending = None
         pending.result()
         # After a NaN on any rank, all averages are NaN on all ranks
-        is_finite = all(bool(each.isfinite().all()) for each in self.gradients.values())
+        averages = [*self.gradients.values(), *(self.buffers.values.values() if self.buffers else ())]
+        is_finite = all(bool(each.isfinite().all()) for each in averages)
         if is_finite:
             # The outer optimizer updates the anchors that have a gradient: only those of this fragment
             for name, anchor in self.anchors.items():
-                anchor.grad = self.gradients[name]
-            outer.step()
+                anchor.grad = self.gradients[name] if outer else None
+                if outer is None:
+                    anchor -= self.gradients[name]
+            if outer:
+                outer.step()
             for anchor in self.anchors.values():
                 anchor.grad = None
         self.gradients = {}
         self.pull(mixing if is_finite else 0.0)
+        if self.buffers:
+            self.buffers.end(is_finite)
         return is_finite
 
     @torch.no_grad()
@@ -102,12 +168,6 @@ class Fragment:
                 self.parameters[name].lerp_(anchor, 1.0 - mixing)
             else:
                 self.parameters[name].copy_(anchor)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Set the anchor to the parameters."""
-        for name, anchor in self.anchors.items():
-            anchor.copy_(self.parameters[name])
 
 
 class LocalSteps:
@@ -128,7 +188,8 @@ class LocalSteps:
         warmup: number of first steps after which parameters are averaged in every step, uncompressed.
         driver: "torch" for torch.distributed or "horovod"; by default the one that is initialized.
         process_group: a torch.distributed process group or a Horovod process set; by default all ranks.
-        checkpoint: a folder. The state is loaded from there if there is one, and saved after each exchange.
+        checkpoint: a folder that all ranks see. The state is loaded from there if there is one, and saved after each
+            exchange.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``nodes``, …). The outer optimizer's
             momentum is kept, unless ``optimizer_momentum`` is given here or in the plan's dict.
 
@@ -167,6 +228,10 @@ class LocalSteps:
             raise ValueError(f"delay = {delay} must be from 0 to {every - 1}: less than the steps between exchanges")
         if not 0.0 <= mixing < 1.0:
             raise ValueError(f"mixing = {mixing} must be at least 0 and less than 1; with 1, ranks would never agree")
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError("DistributedDataParallel exchanges gradients in every step: give the model without it")
+        if hasattr(optimizer, "_requires_update"):
+            raise ValueError("hvd.DistributedOptimizer exchanges gradients in every step: give a plain optimizer")
         self.model = model
         self.optimizer = optimizer
         self.every = every
@@ -176,8 +241,12 @@ class LocalSteps:
         self.checkpoint = Path(checkpoint) if checkpoint else None
         self.steps = 0
         self._network = _Network(driver, process_group)
-        self._network.broadcast(model)
-        trained = {plain_name(name): each for name, each in model.named_parameters() if each.requires_grad}
+        parameters = {plain_name(name): each for name, each in model.named_parameters()}
+        self._network.broadcast({**parameters, **dict(model.named_buffers())})
+        trained = {name: each for name, each in parameters.items() if each.requires_grad}
+        if not trained:
+            raise ValueError("the model has no parameter that requires a gradient")
+        self._frozen = {name: each for name, each in parameters.items() if not each.requires_grad}
         parts = _parts(trained, fragments)
         self.fragments = [Fragment(part, (n + 1) * every // len(parts) % every) for n, part in enumerate(parts)]
         anchors = [anchor for fragment in self.fragments for anchor in fragment.anchors.values()]
@@ -189,16 +258,16 @@ class LocalSteps:
                 fragment.compressor.use_optimizer(self.outer)
             else:
                 fragment.compressor.ignore_optimizers()
-        buffers = {name: each for name, each in model.named_buffers() if each.is_floating_point()}
-        self._buffers = buffers
-        self._buffer_compressor: TensorCompressor | None = None
-        if buffers:
-            named = {name: torch.nn.Parameter(each.detach()) for name, each in buffers.items()}
-            self._buffer_compressor = self._network.compressor(plan_of("none"), named)
+        self._buffers = self.fragments[-1].buffers = _Buffers(model)
+        if self._buffers.anchors:
+            named = {name: torch.nn.Parameter(each) for name, each in self._buffers.anchors.items()}
+            self._buffers.compressor = self._network.compressor(plan_of("none"), named)
+        device = anchors[0].device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         # One thread for all exchanges, so that they begin in one order on all ranks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
-        if self.checkpoint and _complete(self.checkpoint):
-            self.load(self.checkpoint)
+        if self.checkpoint and (place := self._newest(self.checkpoint)):
+            self._load(place)
 
     def __enter__(self) -> LocalSteps:
         return self
@@ -207,8 +276,13 @@ class LocalSteps:
         self.close()
 
     def close(self) -> None:
-        """End the thread. Call it when training has ended; exchanges in flight are completed."""
+        """End the thread and free the process groups. Call it when training has ended.
+
+        Exchanges in flight are completed, but not applied.
+        """
         self._thread.shutdown()
+        for compressor in (*self.compressors, self._buffers.compressor):
+            getattr(compressor, "close", lambda: None)()
 
     @property
     def compressors(self) -> list[TensorCompressor]:
@@ -224,11 +298,15 @@ class LocalSteps:
             Whether the result of an exchange was applied.
 
         Raises:
-            PeerError: a rank failed, or the ranks disagree; on every rank.
+            PeerError: a rank failed, or the ranks disagree; on every rank. Under Horovod, HorovodInternalError if a
+                rank is gone.
+            ValueError: a parameter has been unfrozen, which is not exchanged.
         """
         self.steps += 1
         if self.steps <= self.warmup:
-            self._average()
+            for fragment in self.fragments:
+                self._begin(fragment, 0, compressed=False)
+                self._end(fragment, 0.0)
             return True
         worked = False
         for fragment in self.fragments:
@@ -244,45 +322,55 @@ class LocalSteps:
     def synchronize(self) -> None:
         """Apply the results of exchanges in flight, and exchange all parameters now. Call it before evaluation.
 
-        Afterwards all ranks have the same parameters.
+        Afterwards all ranks have the same parameters. Without a step since the last exchange it is a no-op.
         """
         for fragment in self.fragments:
             if fragment.pending:
                 self._end(fragment, self.mixing)
-        for fragment in self.fragments:
+        stale = [fragment for fragment in self.fragments if fragment.agreed != self.steps]
+        for fragment in stale:
             self._begin(fragment, 0)
             self._end(fragment, 0.0)
 
-    def _average(self) -> None:
-        """Average the parameters, uncompressed, and make them the anchor."""
-        for fragment in self.fragments:
-            with fragment.compressor.paused():
-                fragment.compressor.allreduce({name: each.data for name, each in fragment.parameters.items()})
-            fragment.reset()
-        self._average_buffers()
+    def _begin(self, fragment: Fragment, delay: int, compressed: bool = True) -> None:
+        """Begin the exchange of a fragment, whose result will be applied after ``delay`` steps.
 
-    def _begin(self, fragment: Fragment, delay: int) -> None:
-        """Begin the exchange of a fragment, whose result will be applied after ``delay`` steps."""
+        Raises:
+            ValueError: a frozen parameter has been unfrozen.
+        """
+        if unfrozen := [name for name, each in self._frozen.items() if each.requires_grad]:
+            raise ValueError(
+                f"{log.first_names(unfrozen)}: frozen when LocalSteps was made, so not exchanged; make LocalSteps again"
+            )
         fragment.begin()
         fragment.due = self.steps + delay
-        fragment.pending = self._thread.submit(self._exchange, fragment)
+        ready = self._stream and torch.cuda.current_stream(self._stream.device).record_event()
+        fragment.pending = self._thread.submit(self._exchange, fragment, compressed, ready)
 
-    def _exchange(self, fragment: Fragment) -> None:
-        """Average the pseudo-gradients of a fragment, and with the last one the buffers; runs in the thread."""
-        fragment.compressor.allreduce(fragment.gradients)
-        if fragment is self.fragments[-1]:
-            self._average_buffers()
+    def _exchange(self, fragment: Fragment, compressed: bool, ready: Any) -> None:
+        """Exchange a fragment; runs in the thread.
 
-    def _average_buffers(self) -> None:
-        if self._buffer_compressor:
-            self._buffer_compressor.allreduce(self._buffers)
+        Args:
+            fragment: the fragment.
+            compressed: False to average the parameters uncompressed.
+            ready: on a GPU, the CUDA event that marks the pseudo-gradients as computed.
+        """
+        with torch.cuda.stream(self._stream):
+            if ready:
+                self._stream.wait_event(ready)
+            fragment.exchange(compressed)
+            if self._stream:
+                self._stream.synchronize()
 
     def _end(self, fragment: Fragment, mixing: float) -> None:
         """Apply the result of an exchange."""
-        if not fragment.end(self.outer, mixing) and self._network.rank == 0:
+        if not fragment.end(None if self.steps <= self.warmup else self.outer, mixing) and self._network.rank == 0:
             log.LOGGER.warning(
-                "step %d: a parameter is Inf or NaN on some rank; all ranks go on from the last exchange", self.steps
+                "step %d: a parameter or buffer is Inf or NaN on some rank; all ranks go on from the last exchange",
+                self.steps,
             )
+        if not mixing:
+            fragment.agreed = self.steps
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -295,12 +383,18 @@ class LocalSteps:
         for number, fragment in enumerate(self.fragments):
             if fragment.pending:
                 fragment.pending.result()
-                in_flight[number] = (fragment.due, {name: each.clone() for name, each in fragment.gradients.items()})
+                in_flight[number] = {
+                    "due": fragment.due,
+                    "gradients": {name: each.clone() for name, each in fragment.gradients.items()},
+                    "buffers": {name: each.clone() for name, each in self._buffers.values.items()},
+                }
         return {
             "steps": self.steps,
+            "agreed": [fragment.agreed for fragment in self.fragments],
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "anchors": {n: anchor.detach() for f in self.fragments for n, anchor in f.anchors.items()},
+            "buffers": self._buffers.anchors,
             "outer": self.outer.state_dict(),
             "in_flight": in_flight,
             "compressors": [compressor.state_dict() for compressor in self.compressors],
@@ -323,19 +417,28 @@ class LocalSteps:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.outer.load_state_dict(saved["outer"])
+        for name, buffer in self._buffers.anchors.items():
+            buffer.copy_(saved["buffers"][name])
         for number, fragment in enumerate(self.fragments):
             fragment.pending = None
+            fragment.agreed = saved["agreed"][number]
             for name, anchor in fragment.anchors.items():
                 anchor.copy_(saved["anchors"][name])
-            if number in saved["in_flight"]:
-                fragment.due, fragment.gradients = saved["in_flight"][number]
+            if result := saved["in_flight"].get(number):
+                fragment.due = result["due"]
+                fragment.gradients = {n: each.to(fragment.anchors[n].device) for n, each in result["gradients"].items()}
+                if fragment.buffers:
+                    anchors = fragment.buffers.anchors
+                    fragment.buffers.values = {n: each.to(anchors[n].device) for n, each in result["buffers"].items()}
                 fragment.pending = Future()
                 fragment.pending.set_result(None)
 
     def save(self, folder: str | Path) -> None:
-        """Write the state of this rank into a folder of this step. Call it on every rank, after the same step."""
+        """Write the state of this rank into a folder of this step. Call it on every rank, after the same step.
+
+        The folder must be one that all ranks see. Steps before the newest that all ranks have saved are removed.
+        """
         rank = self._network.rank
-        world_size = self._network.world_size
         place = Path(folder) / f"step-{self.steps}"
         state = self.state_dict()
         del state["compressors"]
@@ -343,35 +446,52 @@ class LocalSteps:
             compressor.save(place / f"fragment-{number}")
         unfinished = place / f"rank-{rank}.tmp"
         torch.save(state, unfinished)
-        unfinished.replace(place / f"rank-{rank}-of-{world_size}.pt")
-        if rank == 0:
-            for old in _steps(Path(folder))[:-KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+        unfinished.replace(place / f"rank-{rank}-of-{self._network.world_size}.pt")
+        if rank == 0 and (newest := _complete(Path(folder))):
+            for step in _steps(Path(folder)):
+                if step < _step_of(newest):
+                    shutil.rmtree(Path(folder) / f"step-{step}", ignore_errors=True)
 
     def load(self, folder: str | Path) -> None:
-        """Load the newest step that all ranks have saved. Another number of ranks is allowed.
+        """Restore the newest state that all ranks have saved in a folder. Call it on every rank.
 
-        Then residuals are re-sharded, all ranks go on from the last exchange, and each rank takes the inner optimizer's
-        state of one of the ranks that saved.
+        With another number of ranks, residuals are re-sharded, and all ranks go on from the last anchor. A rank that
+        did not exist before takes over the state of the inner optimizer from another rank.
 
         Raises:
             FileNotFoundError: the folder has no step that all ranks have saved.
             ValueError: the state belongs to another model.
         """
-        place = _complete(Path(folder))
+        place = self._newest(Path(folder))
         if place is None:
             raise FileNotFoundError(f"{folder} has no step that all ranks have saved")
-        rank = self._network.rank
-        world_size = self._network.world_size
-        before = len(list(place.glob("rank-*-of-*.pt")))
-        saved = torch.load(place / f"rank-{rank % before}-of-{before}.pt", weights_only=True)
+        self._load(place)
+
+    def _newest(self, folder: Path) -> Path | None:
+        """Return the folder of the newest step that all ranks have saved, as rank 0 finds it."""
+        step = torch.tensor(-1, device=next(self.model.parameters()).device)
+        if self._network.rank == 0 and (place := _complete(folder)):
+            step.fill_(_step_of(place))
+            for later in _steps(folder):
+                if later > step:  # a killed run has left it incomplete
+                    shutil.rmtree(folder / f"step-{later}", ignore_errors=True)
+        self._network.broadcast({"step": step})
+        return folder / f"step-{step.item()}" if step >= 0 else None
+
+    def _load(self, place: Path) -> None:
+        """Restore the state from the folder of a step."""
+        before = _num_ranks(place)
+        saved = torch.load(
+            place / f"rank-{self._network.rank % before}-of-{before}.pt", map_location="cpu", weights_only=True
+        )
         for number, compressor in enumerate(self.compressors):
             compressor.load(place / f"fragment-{number}")
         self._restore(saved)
-        if before != world_size:
+        if before != self._network.world_size:
             # Parameters between exchanges are those of ranks that no longer exist
             for fragment in self.fragments:
                 fragment.pull(0.0)
+            self._buffers.pull()
 
 
 class _Network:
@@ -390,10 +510,14 @@ class _Network:
             self.group = group or hvd.global_process_set
             self.rank = self.group.rank()
             self.world_size = self.group.size()
+            self.root = self.group.ranks[0]
         else:
             self.group = group or torch.distributed.group.WORLD
             self.rank = torch.distributed.get_rank(self.group)
+            if self.rank < 0:
+                raise ValueError("this rank is not in the process group")
             self.world_size = torch.distributed.get_world_size(self.group)
+            self.root = torch.distributed.get_global_rank(self.group, 0)
 
     def compressor(self, plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> TensorCompressor:
         """Return a Compressor of these parameters."""
@@ -406,18 +530,19 @@ class _Network:
         return Compressor(plan, parameters.items(), process_group=self.group)
 
     @torch.no_grad()
-    def broadcast(self, model: torch.nn.Module) -> None:
-        """Copy parameters and buffers from rank 0 to all ranks."""
-        tensors = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
-        if self.is_horovod:
-            import horovod.torch as hvd
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors from rank 0 to all ranks, as bytes, because Horovod does not know every dtype."""
+        for name, tensor in tensors.items():
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            if not len(data):
+                continue
+            if self.is_horovod:
+                import horovod.torch as hvd
 
-            for name, tensor in tensors.items():
-                hvd.broadcast_(tensor, 0, name=f"hvdcompress.local_steps.{name}", process_set=self.group)
-            return
-        source = torch.distributed.get_global_rank(self.group, 0)
-        for tensor in tensors.values():
-            torch.distributed.broadcast(tensor, source, group=self.group)
+                hvd.broadcast_(data, self.root, name=f"hvdcompress.local_steps.{name}", process_set=self.group)
+            else:
+                torch.distributed.broadcast(data, self.root, group=self.group)
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:
@@ -433,15 +558,23 @@ def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dic
     return parts
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Return the folders of saved steps, oldest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+def _steps(folder: Path) -> list[int]:
+    """Return the saved steps, in ascending order."""
+    return sorted(_step_of(path) for path in folder.glob("step-*"))
+
+
+def _step_of(place: Path) -> int:
+    return int(place.name.removeprefix("step-"))
+
+
+def _num_ranks(place: Path) -> int:
+    """Return the number of ranks that have saved a step; 0 if some have not."""
+    # A run that was killed here may have left files of another number of ranks
+    counts = Counter(int(path.stem.rpartition("-")[2]) for path in place.glob("rank-*-of-*.pt"))
+    return max((world_size for world_size, count in counts.items() if count == world_size), default=0)
 
 
 def _complete(folder: Path) -> Path | None:
     """Return the folder of the newest step that all ranks have saved."""
-    for place in reversed(_steps(folder)):
-        files = list(place.glob("rank-*-of-*.pt"))
-        if files and all(path.name.endswith(f"-of-{len(files)}.pt") for path in files):
-            return place
-    return None
+    places = [folder / f"step-{step}" for step in reversed(_steps(folder))]
+    return next((place for place in places if _num_ranks(place)), None)

@@ -328,6 +328,7 @@ class TensorCompressor(compressor.Compressor):
             raise ValueError(f"allreduce() needs one tensor for each parameter of the Compressor; check {different}")
         for bucket in self.buckets.values():
             members = [tensors[member.name] for member in bucket.members]
+            members = [torch.view_as_real(each) if each.is_complex() else each for each in members]
             vectors = [self.framework.vector(step, bucket, tensor) for tensor in members]
             with step.batch():
                 step.add(bucket, range(len(vectors)), vectors)
