@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdcompress.methods.acpsgd import ACPSGD
+    from hvdcompress.methods.arctopk import ARCTopK
     from hvdcompress.methods.bf16 import Bf16
     from hvdcompress.methods.dgc import DGC
     from hvdcompress.methods.fft import FFT
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 #: Module of each class. ``__getattr__`` imports it on first use, so that importing this package stays fast.
 _MODULES = {
     "ACPSGD": "acpsgd",
+    "ARCTopK": "arctopk",
     "Bf16": "bf16",
     "Dense": "none",
     "DGC": "dgc",
@@ -50,6 +52,7 @@ _MODULES = {
 }
 __all__ = [
     "ACPSGD",
+    "ARCTopK",
     "Bf16",
     "DGC",
     "Dense",
