@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hvdcompress.methods.gradiveq import GradiVeQ
     from hvdcompress.methods.gtopk import GTopK
     from hvdcompress.methods.none import Dense
+    from hvdcompress.methods.oktopk import OkTopk
     from hvdcompress.methods.powersgd import PowerSGD
     from hvdcompress.methods.qsgd import QSGD
     from hvdcompress.methods.randomk import RandomK
@@ -41,6 +42,7 @@ _MODULES = {
     "GaussianK": "gaussiank",
     "GradiVeQ": "gradiveq",
     "GTopK": "gtopk",
+    "OkTopk": "oktopk",
     "PowerSGD": "powersgd",
     "QSGD": "qsgd",
     "RandomK": "randomk",
@@ -61,6 +63,7 @@ __all__ = [
     "GTopK",
     "GaussianK",
     "GradiVeQ",
+    "OkTopk",
     "PowerSGD",
     "QSGD",
     "RandomK",

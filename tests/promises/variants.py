@@ -41,6 +41,8 @@ VARIANTS: list[tuple[str, Settings]] = [
     ("signsgd", {"route": "scatter"}),
     ("gtopk", {"density": 0.02}),
     ("gtopk", {"density": 0.02, "values": "fp16"}),
+    ("oktopk", {"density": 0.02}),
+    ("oktopk", {"density": 0.05, "values": "qsgd4"}),
     ("arctopk", {"density": 0.05, "row": 16}),
     ("arctopk", {"density": 0.1, "row": 8, "sketch": 2, "values": "fp16"}),
     ("dgc", {"density": 0.02}),
