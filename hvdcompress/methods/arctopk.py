@@ -21,11 +21,16 @@ Bytes: 4·r·⌊n/m⌋ + 4·(K·m + n mod m), K = max(1, ⌊⌊n/m⌋·density�
 for values fp16, by scatter-reduce for the others.
 
 When it loses: it sends all elements of a row, large or small, so for the same bytes it captures less of the gradient
-than topk, gtopk and oktopk, unless large elements share rows. Short rows capture more, but need a longer sketch: with
-rows of 128 and a density of 1 %, the sketch is 0.8 % more. Two all-reduces in sequence.
+than topk, gtopk and oktopk, unless large elements share rows. Only very short rows capture more, and their sketch is
+long. Two all-reduces in sequence.
 
-Departures from the paper: it reports results at a density of 0.2 with r = 4 and momentum error feedback (EF21M); the
-authors' code (github.com/Aris-ma/ARC-TopK-release) has plain error feedback, too, which is used here. There, a row has
+Measured on 20 steps of a small convolutional net that learns digits, 16 ranks with batches of 8, density 1 %: the sum
+of the results is off by 75 % of the dense sum, with 9.7 kB per step and rank; scalecom 70 % with 7.5 kB, oktopk 62 %
+with 9.6 kB, gtopk 63 % with 13.9 kB, randomk 92 % with 6.1 kB. topk: 50 %, but a rank then receives 98 kB. With rows of 8
+instead of 128 it is 71 %, with 68 kB.
+
+Departures from the paper: it uses momentum error feedback (EF21M), and its code (github.com/Aris-ma/ARC-TopK-release)
+a density of 0.2 with r = 4; the code has plain error feedback, too, which is used here. There, a row has
 all weights of one output, or 2·t² weights of a convolution with t × t windows; a small matrix has too few such rows to
 select 1 % of them, so that here every tensor is cut into rows of ``row`` elements. V consists of random signs
 instead of normal numbers: an element that dominates its row is then estimated without error. We know the paper by its
