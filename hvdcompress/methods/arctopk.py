@@ -26,8 +26,8 @@ long. Two all-reduces in sequence.
 
 Measured on 20 steps of a small convolutional net that learns digits, 16 ranks with batches of 8, density 1 %: the sum
 of the results is off by 75 % of the dense sum, with 9.7 kB per step and rank; scalecom 70 % with 7.5 kB, oktopk 62 %
-with 9.6 kB, gtopk 63 % with 13.9 kB, randomk 92 % with 6.1 kB. topk: 50 %, but a rank then receives 98 kB. With rows of 8
-instead of 128 it is 71 %, with 68 kB.
+with 9.6 kB, gtopk 63 % with 13.9 kB, randomk 92 % with 6.1 kB. topk: 50 %, but a rank then receives 98 kB. With rows
+of 8 instead of 128 it is 71 %, with 68 kB.
 
 Departures from the paper: it uses momentum error feedback (EF21M), and its code (github.com/Aris-ma/ARC-TopK-release)
 a density of 0.2 with r = 4; the code has plain error feedback, too, which is used here. There, a row has

@@ -33,9 +33,9 @@ to other ranks before the all-gather if one owner has too many; here the gathere
 >>> from hvdcompress.loopback import Loopback
 >>> net = Loopback("oktopk", world_size=2, density=0.25, min_elements=1)
 >>> net.allreduce([np.float32([4, 1, 0, -2]), np.float32([1, -6, 0, 2])], name="w")[0]
-array([ 0., -3.,  0.,  0.], dtype=float32)
+array([ 0. , -2.5,  0. ,  0. ], dtype=float32)
 >>> net.residual("w", rank=0), net.residual("w", rank=1)
-(array([ 4.,  1.,  0., -2.], dtype=float32), array([1., 0., 0., 2.], dtype=float32))
+(array([4., 0., 0., 0.], dtype=float32), array([1., 0., 0., 0.], dtype=float32))
 """
 
 from __future__ import annotations
