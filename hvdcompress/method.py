@@ -250,7 +250,16 @@ class AllToAll:
     """Bytes to send to each rank. With zeros for all ranks but one this is a point-to-point send, which Horovod does
     not offer."""
     receives: tuple[int, ...] | None = None
-    """Bytes to receive from each rank; required with ``splits``."""
+    """Bytes to receive from each rank. None with ``splits``: this rank does not know them. Then every piece, an empty
+    one too, starts with a wire header, which contains its length (``parts/wire.py``)."""
+    tensors: int = 1
+    """Set by the engine only: the number of tensors whose pieces for one rank were concatenated, if ``receives`` is
+    unknown. The result list then has one piece per rank and tensor, rank by rank."""
+
+    @property
+    def receives_unknown(self) -> bool:
+        """Whether only the headers of the pieces tell their lengths."""
+        return self.splits is not None and self.receives is None
 
 
 Collective = AllReduce | AllGather | Broadcast | AllToAll

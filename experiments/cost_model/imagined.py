@@ -140,13 +140,18 @@ def _answers(collectives: Sequence[Any], world_size: int, seen: dict[int, Array]
     if isinstance(first, AllGather):
         return [[collectives[min(rank, len(collectives) - 1)].x for rank in range(world_size)]] * len(collectives)
     if first.receives is None:
-        return [[np.split(collective.x, world_size)[rank]] * world_size for rank, collective in enumerate(collectives)]
+        return [[_pieces(collective, world_size)[rank]] * world_size for rank, collective in enumerate(collectives)]
     for collective in collectives:
-        seen |= {len(piece): piece for piece in np.split(collective.x, np.cumsum(collective.splits)[:-1])}
+        seen |= {len(piece): piece for piece in _pieces(collective, world_size)}
     return [
         [seen.get(length, np.zeros(length, np.uint8)) if length else collective.x[:0] for length in collective.receives]
         for collective in collectives
     ]
+
+
+def _pieces(collective: AllToAll, world_size: int) -> list[Array]:
+    splits = collective.splits
+    return np.split(collective.x, world_size if splits is None else np.cumsum(splits)[:-1])
 
 
 @cache

@@ -6,7 +6,7 @@ collective  request
 all-reduce  unchanged
 all-gather  unchanged; preceded by an all-gather of 8 bytes per rank if the transport needs
             lengths that are not known yet
-all-to-all  unchanged
+all-to-all  unchanged; preceded by an all-to-all of 8 bytes per pair of ranks in the same case
 broadcast   unchanged, or an int32 sum to which the other ranks contribute zeros
 ==========  ===================================================================================
 """
@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def lower(
             "all_to_all",
             collective.x,
             send_lengths=collective.splits or equal,
-            recv_lengths=collective.receives or equal,
+            recv_lengths=None if collective.receives_unknown else collective.receives or equal,
         )
     # Only the root computes the payload. An int32 sum adds bit patterns without rounding, unlike a float sum.
     root = int(collective.root)
@@ -135,6 +135,22 @@ def gathered_lengths(out: Array, collective: AllGather, world_size: int, ops: Op
         else:
             return list(lengths) * world_size
     return wire.split(ops.head_bytes(out, len(out)), world_size * len(lengths))
+
+
+def received_lengths(out: Array, collective: AllGather | AllToAll, world_size: int, ops: Ops) -> list[int]:
+    """Return the byte lengths of the pieces in a received buffer by their headers, as :func:`gathered_lengths` does.
+
+    Raises:
+        WireError: the lengths in the headers do not add up to the length of the buffer.
+    """
+    if isinstance(collective, AllGather):
+        return gathered_lengths(out, collective, world_size, ops)
+    return wire.split(ops.head_bytes(out, len(out)), world_size * collective.tensors)
+
+
+def has_headers(collective: Collective) -> TypeGuard[AllGather | AllToAll]:
+    """Return whether a rank may have to read the lengths of what it receives from headers."""
+    return isinstance(collective, AllGather) or isinstance(collective, AllToAll) and collective.receives_unknown
 
 
 def by_rank(lengths: Sequence[int], world_size: int) -> list[int]:
@@ -228,6 +244,12 @@ class Collectives:
                 self._sent("lengths", Sent("AllGather", length, 8, [8] * self.world_size))
                 request_lengths = Request("all_gather", length, recv_lengths=(8,) * self.world_size)
                 return Pending(name, collective, request, ops, self._start(f"{full}.lengths", request_lengths))
+        elif has_headers(collective) and not self.transport.variable_lengths:
+            lengths_to_each = np.array(request.send_lengths, np.int64).view(np.uint8)
+            self._sent("lengths", Sent("AllToAll", lengths_to_each, 8 * self.world_size))
+            eight = (8,) * self.world_size
+            request_lengths = Request("all_to_all", lengths_to_each, send_lengths=eight, recv_lengths=eight)
+            return Pending(name, collective, request, ops, self._start(f"{full}.lengths", request_lengths))
         else:
             if isinstance(collective, Broadcast):
                 payload = request.payload if self.group.rank == int(collective.root) else None
@@ -250,21 +272,25 @@ class Collectives:
             Whether the method's collective is done. If False, its lengths have arrived and its payloads are in flight.
         """
         out = self._wait(pending.running)
-        if not isinstance(pending.collective, AllGather):
+        collective = pending.collective
+        if not has_headers(collective):
             return True
-        own = pending.collective.x
+        own = collective.x
+        splits = None if isinstance(collective, AllGather) else collective.splits
         if pending.lengths is None and not self.transport.variable_lengths:
-            # This was the all-gather of the lengths
-            pending.lengths = np.asarray(out).view(np.int64).tolist()
-            self._sent(pending.name, Sent("AllGather", own, len(own), pending.lengths))
-            request = Request("all_gather", own, recv_lengths=tuple(pending.lengths))
-            pending.running = self._start(pending.name, request)
+            # This was the collective of the lengths
+            lengths = pending.lengths = np.asarray(out).view(np.int64).tolist()
+            self._sent(
+                pending.name, Sent(type(collective).__name__, own, len(own), None if splits else lengths, splits)
+            )
+            pending.running = self._start(pending.name, replace(pending.request, recv_lengths=tuple(lengths)))
             return False
         # For fused payloads, only the headers tell where the payload of each tensor begins
         were_known = pending.lengths is not None
-        if not were_known or pending.collective.lengths:
-            lengths = pending.lengths = gathered_lengths(out, pending.collective, self.world_size, pending.ops)
-        if not were_known:
+        is_fused = collective.tensors > 1 if isinstance(collective, AllToAll) else bool(collective.lengths)
+        if not were_known or is_fused:
+            lengths = pending.lengths = received_lengths(out, collective, self.world_size, pending.ops)
+        if not were_known and splits is None:
             self._sent(pending.name, Sent("AllGather", own, len(own), by_rank(lengths, self.world_size)))
         return True
 

@@ -145,11 +145,10 @@ class FusedCommunication:
         x = self._concatenate([piece for to_one in zip(*pieces, strict=True) for piece in to_one])
         if first.splits is None:
             return AllToAll(x)
-        return AllToAll(
-            x,
-            _sums([collective.splits for collective in collectives]),
-            _sums([collective.receives for collective in collectives]),
-        )
+        splits = _sums([collective.splits for collective in collectives])
+        if first.receives_unknown:
+            return AllToAll(x, splits, tensors=len(collectives))
+        return AllToAll(x, splits, _sums([collective.receives for collective in collectives]))
 
     def _from_several_roots(self, collectives: list[Broadcast]) -> AllReduce:
         """Replace broadcasts from several roots by one sum in which non-root ranks contribute zeros."""
@@ -173,7 +172,8 @@ class FusedCommunication:
             return cut(self.ops.to_bytes(result), [collective.num_bytes for collective in collectives])
         if isinstance(first, AllReduce):
             return cut(result, [len(collective.x) for collective in collectives])
-        if isinstance(first, AllGather):  # the list has one payload per rank and tensor, rank by rank
+        # The list has one payload per rank and tensor, rank by rank
+        if isinstance(first, AllGather) or first.receives_unknown:
             return [result[index::count] for index in range(count)]
         lengths = [self._lengths(collective, collective.receives) for collective in collectives]
         from_ranks = [cut(piece, [each[rank] for each in lengths]) for rank, piece in enumerate(result)]
@@ -222,6 +222,7 @@ def _kind(collective: Any) -> tuple[Any, ...]:
         collective.x.dtype,
         getattr(collective, "op", ""),
         getattr(collective, "splits", None) is None,
+        getattr(collective, "receives", None) is None,
     )
 
 

@@ -17,9 +17,8 @@ import numpy as np
 
 import hvdcompress.ops
 from hvdcompress.engine import lockstep
-from hvdcompress.engine.collectives import gathered_lengths, lift, lower
+from hvdcompress.engine.collectives import has_headers, lift, lower, received_lengths
 from hvdcompress.method import (
-    AllGather,
     Array,
     Broadcast,
     Collective,
@@ -154,8 +153,10 @@ def carry_out(collectives: list[Collective]) -> list[Array]:
     outs = lockstep.carry_out(requests)
     pieces = [request.recv_lengths or () for request in requests]
     # The requests of all-gathers have no lengths, because a method declares only its own
-    if isinstance(collectives[0], AllGather):
-        pieces = [tuple(gathered_lengths(outs[0], collectives[0], world_size, fast))] * world_size
+    pieces = [
+        tuple(received_lengths(out, each, world_size, fast)) if has_headers(each) else lengths
+        for out, each, lengths in zip(outs, collectives, pieces, strict=True)
+    ]
     return [
         lift(collective, out, lengths, fast) for collective, out, lengths in zip(collectives, outs, pieces, strict=True)
     ]

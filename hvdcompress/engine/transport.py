@@ -31,8 +31,8 @@ class Request:
             rank: a transport whose ranks share memory, or that sends from another thread, must copy it.
         op: the reduction of an all-reduce.
         send_lengths: for an all-to-all, the bytes to each rank; for a broadcast, (its bytes,).
-        recv_lengths: for an all-to-all, the bytes from each rank; for an all-gather, the length of each rank's payload,
-            or None if the transport determines it.
+        recv_lengths: for an all-to-all, the bytes from each rank; for an all-gather, the length of each rank's payload.
+            None if the transport determines them.
         root: the rank that broadcasts.
         may_overwrite: whether an all-reduce may write its result over the payload.
     """
@@ -57,7 +57,7 @@ class Transport(Protocol):
     native_broadcast: bool
     """Whether a broadcast is as fast as a sum. If not, the engine requests a sum with zeros on non-root ranks."""
     variable_lengths: bool
-    """Whether an all-gather accepts payloads of different lengths without knowing the lengths in advance."""
+    """Whether all-gathers and all-to-alls accept payloads of lengths that receivers do not know in advance."""
 
     def start(self, name: str, request: Request) -> Handle:
         """Start a collective without waiting.

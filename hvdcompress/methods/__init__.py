@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdcompress.methods.acpsgd import ACPSGD
+    from hvdcompress.methods.arctopk import ARCTopK
     from hvdcompress.methods.bf16 import Bf16
     from hvdcompress.methods.dgc import DGC
     from hvdcompress.methods.fft import FFT
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hvdcompress.methods.gradiveq import GradiVeQ
     from hvdcompress.methods.gtopk import GTopK
     from hvdcompress.methods.none import Dense
+    from hvdcompress.methods.oktopk import OkTopk
     from hvdcompress.methods.powersgd import PowerSGD
     from hvdcompress.methods.qsgd import QSGD
     from hvdcompress.methods.randomk import RandomK
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 #: Module of each class. ``__getattr__`` imports it on first use, so that importing this package stays fast.
 _MODULES = {
     "ACPSGD": "acpsgd",
+    "ARCTopK": "arctopk",
     "Bf16": "bf16",
     "Dense": "none",
     "DGC": "dgc",
@@ -39,6 +42,7 @@ _MODULES = {
     "GaussianK": "gaussiank",
     "GradiVeQ": "gradiveq",
     "GTopK": "gtopk",
+    "OkTopk": "oktopk",
     "PowerSGD": "powersgd",
     "QSGD": "qsgd",
     "RandomK": "randomk",
@@ -50,6 +54,7 @@ _MODULES = {
 }
 __all__ = [
     "ACPSGD",
+    "ARCTopK",
     "Bf16",
     "DGC",
     "Dense",
@@ -58,6 +63,7 @@ __all__ = [
     "GTopK",
     "GaussianK",
     "GradiVeQ",
+    "OkTopk",
     "PowerSGD",
     "QSGD",
     "RandomK",

@@ -94,6 +94,12 @@ class Ops(Protocol):
     def sort(self, x: Array) -> Array:
         """Return the elements of ``x`` in ascending order."""
 
+    def searchsorted(self, ascending: Array, x: Array) -> Array:
+        """Return for each element of ``x`` the number of elements of ``ascending`` below it [len(x)] int64.
+
+        Both are int32 or int64.
+        """
+
     def index_dtype(self, n: int) -> str:
         """Return the dtype of indices into n elements: "int32" for n < 2^31, otherwise "int64"."""
 

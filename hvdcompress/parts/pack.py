@@ -189,12 +189,12 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     return payload
 
 
-def decode(payload: Array, k: int, packing: Packing, ops: Ops) -> Sparse:
+def decode(payload: Array, k: int | None, packing: Packing, ops: Ops) -> Sparse:
     """Decode a sparse payload: the inverse of :func:`encode`.
 
     Args:
         payload: the bytes, uint8.
-        k: number of entries.
+        k: number of entries; None if only the header tells it.
         packing: format of the payload.
         ops: the array backend.
 
@@ -204,9 +204,11 @@ def decode(payload: Array, k: int, packing: Packing, ops: Ops) -> Sparse:
     Raises:
         WireError: the bytes are not a valid payload of this format.
     """
+    head = ops.head_bytes(payload, wire.NUM_BYTES)
+    k = wire.entries(head, packing.positions) if k is None else k
     coding = best_coding(k, packing.positions, packing.distinct)
     # The header implies the lengths of all sections, so the slices below are valid after this check
-    wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), _header(k, packing))
+    wire.check(head, len(payload), _header(k, packing))
     edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.positions)
     index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.positions, ops)
     numbers = packing.codec

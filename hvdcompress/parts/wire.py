@@ -87,6 +87,19 @@ def length(buffer: bytes) -> int:
     return num_bytes
 
 
+def entries(buffer: bytes, most: int) -> int:
+    """Read the number of entries of a payload from its header, after the checks of :func:`length`.
+
+    Raises:
+        WireError: the bytes are not a valid header, or it has more than ``most`` entries.
+    """
+    length(buffer)
+    count: int = _LAYOUT.unpack(bytes(buffer[:NUM_BYTES]))[6]
+    if count > most:
+        raise WireError(f"payload damaged: it has {count} entries of a tensor of {most}")
+    return count
+
+
 def is_header(head: bytes, num_bytes: int) -> bool:
     """Return whether a payload of ``num_bytes`` bytes that starts with ``head`` has a header."""
     try:

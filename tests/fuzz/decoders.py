@@ -20,7 +20,7 @@ import hvdcompress
 from experiments.report import jsonl
 from experiments.training.experiment import Experiment
 from hvdcompress import registry
-from hvdcompress.engine.collectives import gathered_lengths, lift, lower
+from hvdcompress.engine.collectives import gathered_lengths, has_headers, lift, lower, received_lengths
 from hvdcompress.engine.commit import Outcome, commit_step
 from hvdcompress.engine.exchange import Exchange, ExchangeError
 from hvdcompress.engine.lockstep import carry_out
@@ -103,7 +103,8 @@ class Tampered:
             sent = np.asarray(requests[1].payload).tobytes() if gathers else results[0].tobytes()
             self.rounds.append((results[0].copy(), sent))
             for one, request, result in zip(exchanges, requests, results, strict=True):
-                lengths = gathered_lengths(result, one.collective, 2, fast) if gathers else request.recv_lengths
+                found = has_headers(one.collective)
+                lengths = received_lengths(result, one.collective, 2, fast) if found else request.recv_lengths
                 one.resume(lift(one.collective, result, lengths or (), fast))
         for rank, one in zip(self.ranks, exchanges, strict=True):
             one.deliver(0.5)
@@ -141,7 +142,10 @@ class Tampered:
                     if at == number:  # networks keep lengths
                         whole = (data + bytes(got.nbytes))[: got.nbytes]
                         got = np.frombuffer(bytearray(whole), got.dtype)
-                    lengths = lower(collective, 0, 2, fast, exchange.x).recv_lengths or ()
+                    if has_headers(collective):
+                        lengths = received_lengths(got, collective, 2, fast)
+                    else:
+                        lengths = lower(collective, 0, 2, fast, exchange.x).recv_lengths or ()
                 exchange.resume(lift(collective, got, lengths, fast))
             assert exchange.collective is None, "the method asks for more collectives"
             exchange.deliver(0.5)

@@ -21,6 +21,7 @@ VARIETY: tuple[tuple[str, Settings, int], ...] = (
     ("topk", {"density": 0.05}, 1),
     ("scalecom", {"density": 0.05}, 2),
     ("gtopk", {"density": 0.05}, 2),
+    ("oktopk", {"density": 0.05}, 2),
     ("qsgd", {"route": "scatter"}, 2),
     ("fp16", {}, 1),
     ("terngrad", {}, 2),

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.agreement import PeerError, factor_of
-from hvdcompress.engine.collectives import gathered_lengths, lift, lower
+from hvdcompress.engine.collectives import has_headers, lift, lower, received_lengths
 from hvdcompress.engine.commit import Outcome, commit_step
 from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
@@ -315,9 +315,10 @@ class Segments:
     def _incoming(self, name: str, collective: Collective, result: Array) -> Any:
         """Return the result of a collective in the form that the method expects."""
         pieces: Sequence[int] = ()
-        if isinstance(collective, AllGather):
-            pieces = gathered_lengths(result, collective, self.local.world_size, fast)
-            self._sent(name, Sent("AllGather", collective.x, len(collective.x), pieces))
+        if has_headers(collective):
+            pieces = received_lengths(result, collective, self.local.world_size, fast)
+            if isinstance(collective, AllGather):
+                self._sent(name, Sent("AllGather", collective.x, len(collective.x), pieces))
         elif isinstance(collective, AllToAll):
             pieces = collective.receives or [len(result) // self.local.world_size] * self.local.world_size
         return lift(collective, result, pieces, fast)

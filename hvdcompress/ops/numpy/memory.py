@@ -65,5 +65,9 @@ def sort(x: Array) -> Array:
     return np.sort(x)
 
 
+def searchsorted(ascending: Array, x: Array) -> Array:
+    return np.searchsorted(ascending, x)
+
+
 def index_range(n: int, like: Array) -> Array:
     return np.arange(n, dtype=index_dtype(n))

@@ -57,5 +57,9 @@ def sort(x: Array) -> Array:
     return torch.sort(x).values
 
 
+def searchsorted(ascending: Array, x: Array) -> Array:
+    return torch.searchsorted(ascending.long(), x.long())
+
+
 def index_range(n: int, like: Array) -> Array:
     return torch.arange(n, dtype=dtype_of(index_dtype(n)), device=like.device)

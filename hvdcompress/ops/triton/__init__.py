@@ -47,6 +47,7 @@ from hvdcompress.ops.torch import (
     range_values,
     rfft,
     scaled,
+    searchsorted,
     set_bits,
     sort,
     stamp,
@@ -83,7 +84,7 @@ __all__ = [
     "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of", "magnitudes", "matmul",
     "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs",
     "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes", "range_mantissa",
-    "range_values", "rfft", "scaled", "set_bits", "sort", "stamp", "subtract", "take", "take_by_age", "to_bf16",
-    "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
-    "write_parts", "zero_where", "zeros",
+    "range_values", "rfft", "scaled", "searchsorted", "set_bits", "sort", "stamp", "subtract", "take", "take_by_age",
+    "to_bf16", "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
+    "write", "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

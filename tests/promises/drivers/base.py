@@ -54,6 +54,15 @@ class Handle(ABC):
         """Bytes that the driver sends in so many steps beyond what methods ask for, by the ledger's names; a set-up
         cost, and what depends on the method, as it was counted."""
 
+    def lengths(self) -> dict[str, int]:
+        """The bytes of lengths that precede payloads where the network must know them, by the ledger's name."""
+        told = self.compressor.ledger.tensors().get("lengths")
+        if not told:
+            return {}
+        # In an all-to-all there is one for each rank, which tests/unit/engine/test_collectives.py counts
+        has_pieces = self.compressor.plan.program.main.id == "oktopk"
+        return {"lengths": told.sent if has_pieces else 8 * told.collectives}
+
     def unseen(self) -> set[str]:
         """Tensors whose gradients go from the framework to the transport itself: no observer sees them."""
         return set()

@@ -84,9 +84,7 @@ class DdpHandle(Handle):
 
     def overhead(self, steps: int) -> dict[str, int]:
         """A status at the beginning and the end of each step, and the lengths of payloads that are gathered."""
-        gathers = self.compressor.ledger.tensors().get("lengths")
-        lengths = {"lengths": 8 * gathers.collectives} if gathers else {}
-        return {"status": 72 * steps, **lengths}
+        return {"status": 72 * steps, **self.lengths()}
 
     def close(self) -> None:
         self.compressor.close()

@@ -55,9 +55,7 @@ class MpiHandle(Handle):
 
     def overhead(self, steps: int) -> dict[str, int]:
         """A status at the beginning and the end of each step, the lengths of payloads that are gathered, plans once."""
-        gathers = self.compressor.ledger.tensors().get("lengths")
-        lengths = {"lengths": 8 * gathers.collectives} if gathers else {}
-        return {"status": 72 * steps, "plan": self.sent()["plan"], **lengths}
+        return {"status": 72 * steps, "plan": self.sent()["plan"], **self.lengths()}
 
     def close(self) -> None:
         self.compressor.close()

@@ -67,6 +67,30 @@ def test_unequal_payloads_are_cut_by_their_headers() -> None:
         gathered_lengths(np.zeros(50, np.uint8), AllGather(np.zeros(24, np.uint8)), 2, fast)
 
 
+def headed(extra: int, fill: int) -> np.ndarray:
+    """Return a payload: a header, and ``extra`` bytes of ``fill``."""
+    head = wire.pack(wire.Header("oktopk", 0, 0, 9, 1, wire.NUM_BYTES + extra))
+    return np.r_[np.frombuffer(head, np.uint8), np.full(extra, fill, np.uint8)]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_pieces_of_lengths_that_receivers_do_not_know(ordered: bool) -> None:
+    def make(rank: int) -> list[Collective]:
+        pieces = [headed(4 * (rank + 2 * other), 10 * rank + other) for other in range(3)]
+        return [AllToAll(np.concatenate(pieces), tuple(map(len, pieces)))]
+
+    found, medium = run(3, ordered, lambda transport: results(transport, make))
+    for rank, (pieces, ledger) in enumerate(found):
+        assert [piece.tolist() for piece in pieces] == [
+            headed(4 * (r + 2 * rank), 10 * r + rank).tolist() for r in range(3)
+        ]
+        sent = [wire.NUM_BYTES + 4 * (rank + 2 * other) for other in range(3)]
+        entry = ledger.tensors()["w"]
+        assert (entry.sent, entry.on_wire) == (sum(sent), sum(sent) - sent[rank])
+        assert ledger.bytes_sent() == sum(sent) + (24 if ordered else 0), "8 bytes of lengths for each rank"
+    assert len(medium.requests) == (2 if ordered else 1)
+
+
 def test_the_zeros_of_a_broadcast_are_made_where_the_gradient_is() -> None:
     """On a GPU build a sum of one rank's CUDA tensor and another's CPU tensor is an error."""
 

@@ -99,6 +99,22 @@ def test_each_tensor_gets_its_part_of_every_op() -> None:
             assert roots.tolist() == [10 * (place % WORLD) + place] * 4 * (place + 1)
 
 
+def test_pieces_of_unknown_lengths_are_read_from_every_tensors_header() -> None:
+    def piece(rank: int, other: int, place: int) -> np.ndarray:
+        extra = 4 * ((rank + 2 * other + place) % 3)
+        head = wire.pack(wire.Header("oktopk", 0, 0, 9, 1, wire.NUM_BYTES + extra))
+        return np.r_[np.frombuffer(head, np.uint8), np.full(extra, 50 * place + 10 * rank + other, np.uint8)]
+
+    def tensor(rank: int, place: int) -> list[Any]:
+        pieces = [piece(rank, other, place) for other in range(WORLD)]
+        return [AllToAll(np.concatenate(pieces), tuple(map(len, pieces)))]
+
+    found = run([[tensor(rank, place) for place in range(3)] for rank in range(WORLD)])
+    for rank, tensors in enumerate(found):
+        for place, (received,) in enumerate(tensors):
+            assert [one.tolist() for one in received] == [piece(r, rank, place).tolist() for r in range(WORLD)]
+
+
 def test_lengths_that_differ_are_read_from_every_tensors_header() -> None:
     """Even where those of a rank have the same sum as another's."""
 

@@ -368,7 +368,8 @@ def with_feedback(id: str, **settings: Any) -> Method:
 @pytest.mark.parametrize("id", METHODS)
 def test_beyond_two_to_the_24_elements(id: str) -> None:
     """Beyond the range of float32 integers and 24-bit counters, neighbouring indices are still distinct."""
-    settings = {"density": 2.0**-21} if registry.classes()[id].sparse else {}
+    density = 2.0**-21 if id != "arctopk" else 2.0**-15  # it sends rows
+    settings = {"density": density} if registry.classes()[id].sparse else {}
     method = with_feedback(id, **settings)
     shape = Case(method).shape(2**24 + 2**14)
     n = int(np.prod(shape))

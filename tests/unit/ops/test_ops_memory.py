@@ -47,6 +47,7 @@ for now in (-(2**7), 7, 2**7 - 1):  # stamps are any 8 bits, so ages overflow
         call("stamp")(partial(stamped, now, index))
     call("take_by_age")(lambda o, put, x, r, now=now: o.take_by_age(put(r[:100]), put(x.view(np.int8)), now))
 call("sort")(lambda o, put, x, r: o.sort(put(x.view(np.int32))))
+call("searchsorted")(lambda o, put, x, r: o.searchsorted(put(np.sort(x.view(np.int32))), put(r.view(np.int32))))
 call("index_dtype")(lambda o, put, x, r: (o.index_dtype(x.size), o.index_dtype(2**31)))
 call("index_range")(lambda o, put, x, r: o.index_range(x.size, put(x)))
 
