@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hvdcompress.methods.acpsgd import ACPSGD
     from hvdcompress.methods.bf16 import Bf16
+    from hvdcompress.methods.blockwise import Blockwise
     from hvdcompress.methods.dgc import DGC
     from hvdcompress.methods.fft import FFT
     from hvdcompress.methods.fp16 import Fp16
     from hvdcompress.methods.gaussiank import GaussianK
     from hvdcompress.methods.gradiveq import GradiVeQ
     from hvdcompress.methods.gtopk import GTopK
+    from hvdcompress.methods.natural import Natural
     from hvdcompress.methods.none import Dense
+    from hvdcompress.methods.onebit import OneBit
     from hvdcompress.methods.powersgd import PowerSGD
     from hvdcompress.methods.qsgd import QSGD
     from hvdcompress.methods.randomk import RandomK
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "ACPSGD": "acpsgd",
     "Bf16": "bf16",
+    "Blockwise": "blockwise",
     "Dense": "none",
     "DGC": "dgc",
     "FFT": "fft",
@@ -39,6 +43,8 @@ _MODULES = {
     "GaussianK": "gaussiank",
     "GradiVeQ": "gradiveq",
     "GTopK": "gtopk",
+    "Natural": "natural",
+    "OneBit": "onebit",
     "PowerSGD": "powersgd",
     "QSGD": "qsgd",
     "RandomK": "randomk",
@@ -51,6 +57,7 @@ _MODULES = {
 __all__ = [
     "ACPSGD",
     "Bf16",
+    "Blockwise",
     "DGC",
     "Dense",
     "FFT",
@@ -58,6 +65,8 @@ __all__ = [
     "GTopK",
     "GaussianK",
     "GradiVeQ",
+    "Natural",
+    "OneBit",
     "PowerSGD",
     "QSGD",
     "RandomK",
