@@ -279,10 +279,12 @@ def _not_bool(value: object) -> object:
 
 def _known_values(name: str) -> str:
     """Reject unknown names of value formats; ``rangefloat10m6`` has 10 bits per value, 6 of them mantissa."""
-    if not re.fullmatch(r"fp32|fp16|bf16|qsgd[2-8]|rangefloat([4-9]|1[0-6])(m([1-9]|1\d|2[0-2]))?", name):
+    levels = r"int4|int8|fp8_e4m3|fp8_e5m2|dynamic8|natural4?"
+    if not re.fullmatch(rf"fp32|fp16|bf16|{levels}|qsgd[2-8]|rangefloat([4-9]|1[0-6])(m([1-9]|1\d|2[0-2]))?", name):
         raise ValueError(
-            "must be fp32, fp16, bf16, qsgd2 … qsgd8 (the number is the bits per value), or rangefloat4 … "
-            "rangefloat16 (bits per value; mantissa bits are chosen from the data unless given, as in rangefloat10m6)"
+            "must be fp32, fp16, bf16, int8, int4, fp8_e4m3, fp8_e5m2, dynamic8, natural4, natural, "
+            "qsgd2 … qsgd8 (the number is the bits per value), or rangefloat4 … rangefloat16 (bits per value; "
+            "mantissa bits are chosen from the data unless given, as in rangefloat10m6)"
         )
     return name
 
@@ -297,8 +299,8 @@ Values = Annotated[
     str,
     AfterValidator(_known_values),
     Field(
-        description="`fp32` | `fp16` | `bf16` | `qsgd2` … `qsgd8` | `rangefloat4` … `rangefloat16`, also as "
-        "`rangefloat10m6`"
+        description="`fp32` | `fp16` | `bf16` | `int8` | `int4` | `fp8_e4m3` | `fp8_e5m2` | `dynamic8` | "
+        "`natural4` | `natural` | `qsgd2` … `qsgd8` | `rangefloat4` … `rangefloat16`, also as `rangefloat10m6`"
     ),
 ]
 Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; see ``parts/sums.py``

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from hvdcompress.methods.acpsgd import ACPSGD
     from hvdcompress.methods.arctopk import ARCTopK
     from hvdcompress.methods.bf16 import Bf16
+    from hvdcompress.methods.blockwise import Blockwise
     from hvdcompress.methods.dgc import DGC
     from hvdcompress.methods.fft import FFT
     from hvdcompress.methods.fp16 import Fp16
     from hvdcompress.methods.gaussiank import GaussianK
     from hvdcompress.methods.gradiveq import GradiVeQ
     from hvdcompress.methods.gtopk import GTopK
+    from hvdcompress.methods.natural import Natural
     from hvdcompress.methods.none import Dense
     from hvdcompress.methods.oktopk import OkTopk
+    from hvdcompress.methods.onebit import OneBit
     from hvdcompress.methods.powersgd import PowerSGD
     from hvdcompress.methods.qsgd import QSGD
     from hvdcompress.methods.randomk import RandomK
@@ -35,6 +38,7 @@ _MODULES = {
     "ACPSGD": "acpsgd",
     "ARCTopK": "arctopk",
     "Bf16": "bf16",
+    "Blockwise": "blockwise",
     "Dense": "none",
     "DGC": "dgc",
     "FFT": "fft",
@@ -42,7 +46,9 @@ _MODULES = {
     "GaussianK": "gaussiank",
     "GradiVeQ": "gradiveq",
     "GTopK": "gtopk",
+    "Natural": "natural",
     "OkTopk": "oktopk",
+    "OneBit": "onebit",
     "PowerSGD": "powersgd",
     "QSGD": "qsgd",
     "RandomK": "randomk",
@@ -56,6 +62,7 @@ __all__ = [
     "ACPSGD",
     "ARCTopK",
     "Bf16",
+    "Blockwise",
     "DGC",
     "Dense",
     "FFT",
@@ -63,7 +70,9 @@ __all__ = [
     "GTopK",
     "GaussianK",
     "GradiVeQ",
+    "Natural",
     "OkTopk",
+    "OneBit",
     "PowerSGD",
     "QSGD",
     "RandomK",

@@ -22,6 +22,10 @@ ring all-reduce. Elements whose gradient is always zero, such as the rows of an 
 same, alternately up and down, because each element is sent as a sign. Exclude such a tensor by a rule
 (``{match: {name: …}, method: none}``).
 
+Its relatives: BytePS's onebit is this method with ``route: scatter``. signSGD (Bernstein et al. 2018, arXiv 1802.04434)
+is ``feedback: none``, with the mean of the ranks' ±Δ in place of their majority vote. Signum sends the signs of each
+rank's momentum; here the optimizer applies momentum after the sum. ``onebit`` has a magnitude for each sign.
+
 Departures from the paper: zeros are sent as +, and the residual corrects it. There is one scale per tensor, not one for
 the whole model; with ``route: scatter``, one per shard.
 

@@ -168,6 +168,11 @@ def level_values(bits: int) -> NumpyArray:
     return np.concatenate([level, np.float32(0) - level])
 
 
+def between(levels: NumpyArray) -> NumpyArray:
+    """Return the middle between each two neighbours of a table of levels [m − 1], rounded to float32."""
+    return (levels[:-1].astype(np.float64) / 2 + levels[1:].astype(np.float64) / 2).astype(np.float32)
+
+
 _ROUNDS = 4  # four Feistel rounds give a pseudorandom permutation (Luby & Rackoff 1988)
 
 

@@ -237,8 +237,7 @@ class Ops(Protocol):
     def scaled(self, x: Array, factor: float, limit: float = FP32_MAX) -> Array:
         """Return factor·x, clipped to ±limit."""
 
-    # -- statistics: means, norms and other numbers about an array
-    # ----------------------------------------------------------------------
+    # -- statistics: means, norms and other numbers about an array ---------------------------------------------------
 
     def moments(self, x: Array) -> tuple[float, float]:
         """Return the mean and the unbiased standard deviation of ``x``, accumulated in float64.
@@ -468,8 +467,7 @@ class Ops(Protocol):
             are too short are read as if zeros followed.
         """
 
-    # -- codes: stochastic rounding to levels, signs, and packed fields that can be added
-    # ----------------------------------------------
+    # -- codes: rounding to levels, signs, and packed fields that can be added ---------------------------------------
 
     def uniform(self, key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
         """Return uniform random numbers: ``count`` numbers of the stream of ``key``, from index ``start`` on.
@@ -567,6 +565,28 @@ class Ops(Protocol):
         Raises:
             IndexError: There are fewer norms than buckets (RuntimeError in torch).
         """
+
+    def encode_levels(
+        self, x: Array, norms: Array, bucket: int, levels: NumpyArray, bits: int,
+        key: NumpyArray | None = None, out: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """Round x/norm to a table of levels, and pack each level's index.
+
+        Args:
+            x: [n].
+            norms: As for :meth:`quantize`.
+            bucket: Number of elements that share a norm.
+            levels: [m] float32 on the host, ascending, 2 ≤ m ≤ 2^bits.
+            bits: Bits per index.
+            key: None: the nearest level; of two, the lower. Otherwise, as for :meth:`uniform`: the upper neighbour
+                if number i < (x/norm − lower)/(upper − lower), else the lower one. Beyond the table: its end.
+            out: [⌈n·bits/8⌉] uint8 that receives the result; by default a new array.
+        """
+
+    def decode_levels(
+        self, buffer: Array, norms: Array, bucket: int, levels: NumpyArray, bits: int, count: int
+    ) -> Array:
+        """Undo :meth:`encode_levels` [count]: level·norm. Damaged norms are read as by :meth:`dequantize`."""
 
     def pack_signs(self, x: Array) -> Array:
         """Return one bit per element, set if x < 0 [⌈n/8⌉] uint8, lowest bit first."""

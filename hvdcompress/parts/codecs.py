@@ -5,8 +5,10 @@ A codec encodes float32 values [count] in a number of bytes that depends only on
     fp32                    unchanged
     fp16, bf16              rounded to 16 bits
     qsgd2 … qsgd8           stochastic quantization, bits per value (``parts/quantize.py``)
-        rangefloat4 … 16[mM]    range floats, bits per value, M mantissa bits; without M they are chosen from the data
-                                (``parts/rangefloat.py``)
+    int4, int8, fp8_e4m3, fp8_e5m2, dynamic8, natural4, natural
+                            nearest of a few levels; for natural, one of two at random (``parts/levels.py``)
+    rangefloat4 … 16[mM]    range floats, bits per value, M mantissa bits; without M they are chosen from the data
+                            (``parts/rangefloat.py``)
 
 Every method that sends values accepts these names. :func:`all_reduce` sums values over ranks: fp32 directly; fp16 after
 a division by the number of ranks, which keeps the sum in range; all other formats, which networks cannot add, by
@@ -26,6 +28,7 @@ from hvdcompress.ops.scan import Halves
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Half
 from hvdcompress.parts import sums
+from hvdcompress.parts.levels import FORMATS, LevelCodec
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
 from hvdcompress.parts.sums import Codec, concatenate_into
@@ -172,6 +175,8 @@ def codec_of_parts(values: Values, counts: tuple[int, ...]) -> Codec:
 @cache
 def codec(values: Values) -> Codec:
     """Return the codec for a name such as "fp16", "qsgd4" or "rangefloat10m6"."""
+    if values in FORMATS:
+        return LevelCodec(values, rounding="stochastic" if values.startswith("natural") else "nearest")
     if values in _MADE:
         return _MADE[values](None, None)
     kind, bits, mantissa = re.fullmatch(r"([a-z]+)(\d+)(?:m(\d+))?", values).groups()  # type: ignore[union-attr]

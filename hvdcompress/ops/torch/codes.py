@@ -44,7 +44,7 @@ def distinct_indices(key: NumpyArray, k: int, n: int) -> NumpyArray:
 
 def quantize(x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None) -> Array:
     safe = torch.where(norms > 0, norms, 1.0)
-    share = x.abs().div_(_each(safe, bucket, len(x)))
+    share = x.abs().div_(each_norm(safe, bucket, len(x)))
     share = torch.fmin(share, share.new_ones(1)).mul_((1 << (bits - 1)) - 1)
     level = share.floor()
     share.sub_(level)  # exact
@@ -69,15 +69,15 @@ def quantize_fields(
 def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
     values = uploaded(torch.from_numpy(level_values(bits)), buffer)
     codes = unpacked(buffer, bits, count).to(torch.int32)
-    return values.index_select(0, codes).mul_(_each(_finite_norms(norms), bucket, count))
+    return values.index_select(0, codes).mul_(each_norm(finite_norms(norms), bucket, count))
 
 
-def _each(norms: Array, bucket: int, n: int) -> Array:
+def each_norm(norms: Array, bucket: int, n: int) -> Array:
     """Return the norm of each element [n], or [1] if all elements share one norm."""
     return norms[:1] if bucket >= n else norms.repeat_interleave(bucket)[:n]
 
 
-def _finite_norms(norms: Array) -> Array:
+def finite_norms(norms: Array) -> Array:
     """Read norms that are negative, infinite or NaN as finite numbers."""
     return norms.view(torch.int32).clamp(0, FP32_MAX_BITS).view(torch.float32)
 
@@ -87,7 +87,7 @@ def pack_signs(x: Array) -> Array:
 
 
 def unpack_signs(buffer: Array, scale: Array, count: int) -> Array:
-    scale = _finite_norms(scale)
+    scale = finite_norms(scale)
     return torch.where(unpacked(buffer, 1, count) > 0, -scale, scale)
 
 

@@ -206,6 +206,9 @@ METHODS = {
     "redsync": {"density": 0.02, "interval": 2},
     "qsgd": {"bits": 3},
     "signsgd": {},
+    "blockwise": {"values": "int4", "rotation": True},
+    "natural": {},
+    "onebit": {},
     "fp16": {"feedback": "plain"},
     "terngrad": {},
 }

@@ -1,0 +1,44 @@
+"""Variables of "Coming from another library": what other libraries call a method, from ``peers.yaml``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+DATA = Path(__file__).with_suffix(".yaml")
+
+
+def peers() -> list[dict[str, Any]]:
+    """Return the peers with their methods; the keys are explained in the file."""
+    found: list[dict[str, Any]] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    return found
+
+
+def migrate(page: str) -> dict[str, Any]:
+    """Return a table per peer, and which versions the tables are of."""
+    tables = {
+        one["peer"]: pd.DataFrame([{one["peer"]: theirs(row), "here": ours(row)} for row in one["methods"]])
+        for one in peers()
+    }
+    return {"peers": tables, "read": ", ".join(one["read"] for one in peers())}
+
+
+def theirs(row: dict[str, Any]) -> str:
+    """Return the peer's name of a method, and its file."""
+    return f"`{row['theirs']}` ({row['file'].rpartition('/')[2]})"
+
+
+def ours(row: dict[str, Any]) -> str:
+    """Return the plan here, or the class, or why there is none."""
+    if "missing" in row:
+        return f"not available: {row['missing']}"
+    if "python" in row:
+        found = f"[`{row['python'].rpartition('.')[2]}`](local-steps.md)"
+    else:
+        method, *options = (f"{key}: {json.dumps(value)}" for key, value in row["plan"].items())
+        found = ", ".join(f"`{word}`".replace('"', "") for word in (method.removeprefix("method: "), *options))
+    return f"{found}; {row['differs']}" if "differs" in row else found

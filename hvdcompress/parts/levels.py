@@ -1,0 +1,157 @@
+"""Values of a few bits that share a scale: each value becomes the index of a level in a fixed table.
+
+The values are divided into blocks of B, each with its largest magnitude as a scale, in float32::
+
+    v ≈ s · levels[q],    s = max |v| of the block,    levels from −1 to 1
+
+========== ==== ==================================================================================================
+format     bits levels
+========== ==== ==================================================================================================
+int4       4    −7/7, …, 7/7: integers, as in 4-bit LoCo (Xie et al. 2024, arXiv 2407.04480) and SDP4Bit
+int8       8    −127/127, …, 127/127
+fp8_e4m3   8    the 253 finite numbers of FP8 E4M3, divided by 448 (Micikevicius et al. 2022, arXiv 2209.05433)
+fp8_e5m2   8    the 247 finite numbers of FP8 E5M2, divided by 57344
+dynamic8   8    0, 1, and in the decade 10^(i−7) … 10^(i−6) the middles of 2^i equal parts, with both signs, i = 0 … 6:
+                a dynamic tree of 8 bits (Dettmers 2016, arXiv 1511.04561; blocks: Dettmers et al. 2022, arXiv
+                2110.02861)
+natural4   4    0 and ±2^−6, …, ±1: natural dithering (Horváth et al. 2019, arXiv 1905.10988, §4)
+natural    9    0 and ±2^−126, …, ±2^127, without a scale: natural compression (same paper, §2)
+========== ==== ==================================================================================================
+
+Rounding is to the nearest level, or random and unbiased: v between the levels a and b becomes b with the probability
+(v − a)/(b − a). As names of ``values``, natural and natural4 are random, as in their paper, and the others nearest;
+random int4 and int8 are qsgd4 and qsgd8. Each rank has its own random stream.
+
+An index counts levels from the lowest one; it is not the bit pattern of an FP8 number, so that zero has one index.
+The scale is a float32: 16 bits would save 16/B of a bit per value (a 16th of a bit for B = 256), and the largest value
+would no longer be a level.
+
+Bytes: 4 per block (not for natural) + ⌈count·bits/8⌉.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from hvdcompress.method import Array, Context, Workspace
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import NumpyArray
+from hvdcompress.parts import seed
+from hvdcompress.parts.wire import WireError
+
+Rounding = Literal["nearest", "stochastic"]
+BLOCK = 256  #: values per scale, unless another number is given
+
+
+class Format(NamedTuple):
+    """Number format.
+
+    Attributes:
+        bits: bits per value.
+        code: the format in the wire header.
+        positive: function that returns the positive levels, ascending.
+        scaled: whether values are divided by the scale of their block.
+    """
+
+    bits: int
+    code: int
+    positive: Callable[[], NumpyArray]
+    scaled: bool = True
+
+
+def _float8(mantissa: int, bias: int, last: int) -> NumpyArray:
+    """Return the positive numbers of an 8-bit float up to the one with the bits ``last``, divided by that one."""
+    bits = np.arange(1, last + 1)
+    exponent, fraction = bits >> mantissa, bits & ((1 << mantissa) - 1)
+    number = np.ldexp((exponent > 0) + fraction / (1 << mantissa), np.maximum(exponent, 1) - bias)
+    return number / number[-1]
+
+
+def _dynamic() -> NumpyArray:
+    """Return the positive levels of the dynamic tree: in each decade, the middles of 2^i equal parts; and 1."""
+    decades = [10.0 ** (i - 6) * (0.1 + 0.9 * (np.arange(2**i) + 0.5) / 2**i) for i in range(7)]
+    return np.concatenate([*decades, [1.0]])
+
+
+FORMATS: dict[str, Format] = {
+    "int4": Format(4, 7, lambda: np.arange(1, 8) / 7),
+    "int8": Format(8, 8, lambda: np.arange(1, 128) / 127),
+    "fp8_e4m3": Format(8, 9, lambda: _float8(3, 7, 0x7E)),
+    "fp8_e5m2": Format(8, 10, lambda: _float8(2, 15, 0x7B)),
+    "dynamic8": Format(8, 11, _dynamic),
+    "natural4": Format(4, 13, lambda: 2.0 ** np.arange(-6, 1)),
+    "natural": Format(9, 12, lambda: 2.0 ** np.arange(-126, 128), scaled=False),
+}
+
+
+@cache
+def levels(name: str) -> NumpyArray:
+    """Return the levels of a format, ascending [m] float32.
+
+    >>> levels("int4")[-3:].tolist(), len(levels("fp8_e4m3")), len(levels("dynamic8"))
+    ([0.7142857313156128, 0.8571428656578064, 1.0], 253, 256)
+    """
+    positive = FORMATS[name].positive()
+    negative = -positive[-2::-1] if name == "dynamic8" else -positive[::-1]  # −1 would be the 257th level
+    return np.concatenate([negative, [0.0], positive]).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class LevelCodec:
+    """Codec that stores float32 values as indices of levels, in blocks with one scale each."""
+
+    name: str = "int8"  #: of the format
+    block: int = BLOCK  #: values per scale
+    rounding: Rounding = "nearest"
+
+    @property
+    def code(self) -> int:
+        """The number format's code."""
+        return FORMATS[self.name].code
+
+    def num_bytes(self, count: int) -> int:
+        """Return the bytes of ``count`` encoded values."""
+        return self._edge(count) + -(-count * FORMATS[self.name].bits // 8)
+
+    def _edge(self, count: int) -> int:
+        """Return the bytes of the scales for ``count`` values, which is the offset of the indices."""
+        return 4 * -(-count // self.block) if FORMATS[self.name].scaled else 0
+
+    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+        """Encode values; see :meth:`hvdcompress.parts.sums.Codec.encode`."""
+        ops = work.ops
+        out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
+        edge = self._edge(len(x))
+        key = seed.private_key(ctx, stream) if self.rounding == "stochastic" else None
+        scales = ops.bucket_norms(x, self.block, "max") if FORMATS[self.name].scaled else self._one(x, ops)
+        shared, bits = self._shared(len(x)), FORMATS[self.name].bits
+        ops.encode_levels(x, scales, shared, levels(self.name), bits, key, out[edge:])
+        if edge:
+            out[:edge] = ops.to_bytes(scales)
+        return out
+
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
+        """Decode values, like :meth:`decode`: the array ops cannot decode this format while writing."""
+        return self.decode(buffer, count, ops)
+
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
+        """Decode values; see :meth:`hvdcompress.parts.sums.Codec.decode`. Damaged bytes decode to finite values."""
+        if len(buffer) != self.num_bytes(count):
+            raise WireError(f"received {len(buffer)} bytes of {self.name} values, expected {self.num_bytes(count)}")
+        edge = self._edge(count)
+        scales = ops.from_bytes(buffer[:edge], "float32") if FORMATS[self.name].scaled else self._one(buffer, ops)
+        shared, bits = self._shared(count), FORMATS[self.name].bits
+        return ops.decode_levels(buffer[edge:], scales, shared, levels(self.name), bits, count)
+
+    def _shared(self, count: int) -> int:
+        """Return the number of values that share a scale."""
+        return self.block if FORMATS[self.name].scaled else max(count, 1)
+
+    def _one(self, like: Array, ops: Ops) -> Array:
+        """Return the scale of a format without scales."""
+        return ops.asarray(np.ones(1, np.float32), like)
