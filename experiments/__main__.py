@@ -20,7 +20,6 @@ COMMANDS = {
     "report": "experiments.training.command:report",
     "time-to-accuracy": "experiments.to_accuracy.command:app",
     "momentum": "experiments.momentum.command:app",
-    "local-steps": "experiments.local_steps.command:app",
     "bench": "experiments.bench.command:bench",
     "codec": "experiments.bench.command:codec",
     "compare": "experiments.compare:compare",

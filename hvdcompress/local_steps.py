@@ -190,7 +190,8 @@ class LocalSteps:
         process_group: a torch.distributed process group or a Horovod process set; by default all ranks.
         checkpoint: a folder that all ranks see. The state is loaded from there if there is one, and saved after each
             exchange.
-        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``nodes``, …).
+        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``nodes``, …). The outer optimizer's
+            momentum is kept, unless ``optimizer_momentum`` is given here or in the plan's dict.
 
     Attributes:
         steps: number of calls of :meth:`step`.
@@ -253,7 +254,10 @@ class LocalSteps:
         plan = plan_of(method, **settings)
         for fragment in self.fragments:
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
-            fragment.compressor.use_optimizer(self.outer)
+            if "optimizer_momentum" in {**(method if isinstance(method, Mapping) else {}), **settings}:
+                fragment.compressor.use_optimizer(self.outer)
+            else:
+                fragment.compressor.ignore_optimizers()
         self._buffers = self.fragments[-1].buffers = _Buffers(model)
         if self._buffers.anchors:
             named = {name: torch.nn.Parameter(each) for name, each in self._buffers.anchors.items()}

@@ -9,8 +9,14 @@ beta1 to 0, and the default is ``:plain``. Three keys belong to the optimizer, t
     mu=0.5        another momentum of SGD or RMSprop
     beta1=0.5     another beta1 of AdamW
 
+``local@every=30,method=powersgd,…`` exchanges parameters every 30 steps, instead of gradients. ``outer_lr``,
+``outer_momentum``, ``warmup``, ``fragments``, ``delay`` and ``mixing`` are those of LocalSteps; the momentum that is
+kept or cancelled is then that of the outer optimizer.
+
 >>> parse("topk@density=0.002,lr=2:plain").settings
 {'method': 'topk', 'density': 0.002}
+>>> parse("local@every=30,method=topk,outer_lr=1").local
+{'every': 30, 'outer': {'lr': 1, 'momentum': 0.9, 'nesterov': True}}
 >>> split("topk@density=0.01,lr=2:plain,dense")
 ['topk@density=0.01,lr=2:plain', 'dense']
 """
@@ -23,9 +29,12 @@ from typing import Any, Literal
 from experiments.attach import DENSE
 from experiments.momentum.remedies import CLASSES, REMEDIES, register
 from experiments.training.experiment import Task
+from hvdcompress.local_steps import OUTER
 from hvdcompress.plan.reading import plan_of, settings_of
 
 OPTIMIZER_MOMENTUM = {"plain": "keep", "cancelled": "cancel"}  #: the plan's ``optimizer_momentum`` by form
+LOCAL = "local"
+LOCAL_KEYS = ("every", "warmup", "fragments", "delay", "mixing")  #: besides those of the outer optimizer
 STEPS = 1500  #: of a run, unless another number is asked for
 DENSITIES = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005)
 
@@ -73,6 +82,7 @@ class Contender:
         form: "plain", "cancelled", or "default" for the library's default.
         lr: a factor of the task's learning rate.
         momentum: the momentum of SGD or RMSprop, or AdamW's beta1, if not the task's.
+        local: arguments of LocalSteps; None if gradients are exchanged in every step.
     """
 
     name: str
@@ -80,17 +90,19 @@ class Contender:
     form: Literal["default", "plain", "cancelled"] = "default"
     lr: float = 1.0
     momentum: float | None = None
+    local: dict[str, Any] | None = None
 
     def plan(self, task: Task) -> dict[str, Any]:
         """Return the settings, with the form as ``optimizer_momentum`` where the library can change it."""
-        adapts = task.optimizer == "sgd" and self.form != "default"
+        adapts = (task.optimizer == "sgd" or self.local is not None) and self.form != "default"
         return {**self.settings, **({"optimizer_momentum": OPTIMIZER_MOMENTUM[self.form]} if adapts else {})}
 
     def trained(self, task: Task) -> Task:
         """Return the task with the contender's own learning rate and momentum (AdamW: beta1)."""
         momentum = self.momentum
         if momentum is None:
-            momentum = 0.0 if task.optimizer == "adamw" and self.form == "cancelled" else task.momentum
+            without = task.optimizer == "adamw" and self.form == "cancelled" and self.local is None
+            momentum = 0.0 if without else task.momentum
         return task.model_copy(update={"learning_rate": self.lr * task.learning_rate, "momentum": momentum})
 
 
@@ -121,8 +133,9 @@ def parse(name: str, task: Task | None = None) -> Contender:
     method, at, given = text.partition("@")
     if method in CLASSES:
         register()
-    known = {**METHODS, **REMEDIES}.get(method, {"method": method})
+    known = {**METHODS, **REMEDIES, LOCAL: {"method": "none"}}.get(method, {"method": method})
     settings = {**known, **(settings_of(given.split(",")) if at else {})}
+    local = _local(name, settings) if method == LOCAL else None
     lr, momentum = float(settings.pop("lr", 1.0)), None
     for key, optimizers in (("mu", ("sgd", "rmsprop")), ("beta1", ("adamw",))):
         if key in settings:
@@ -130,7 +143,17 @@ def parse(name: str, task: Task | None = None) -> Contender:
             if task is not None and task.optimizer not in optimizers:
                 raise ValueError(f"{name}: {key} is for {optimizers}, and the task's optimizer is {task.optimizer}")
     plan_of(settings)  # raises if the method or a setting does not exist
-    return Contender(name, settings, form or "default", lr, momentum)  # type: ignore[arg-type]
+    return Contender(name, settings, form or "default", lr, momentum, local)  # type: ignore[arg-type]
+
+
+def _local(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Take the arguments of LocalSteps out of a contender's settings."""
+    if "every" not in settings:
+        raise ValueError(f"{name}: write {LOCAL}@every=30,method=powersgd,…")
+    given = {key: settings.pop(f"outer_{key}") for key in ("lr", "momentum") if f"outer_{key}" in settings}
+    outer = {**OUTER, **given}
+    arguments = {key: settings.pop(key) for key in LOCAL_KEYS if key in settings}
+    return {**arguments, "outer": {**outer, "nesterov": outer["momentum"] > 0}}
 
 
 def at_rate(name: str, lr: float) -> str:

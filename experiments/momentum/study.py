@@ -12,6 +12,7 @@ from experiments.momentum import remedies
 from experiments.momentum.contenders import STEPS, parse
 from experiments.momentum.tasks import TASKS
 from experiments.training.experiment import Task
+from experiments.training.local_steps import LocalSimulation
 from experiments.training.simulate import Simulation
 from experiments.units import Unit
 
@@ -70,7 +71,9 @@ def train(task: dict[str, Any], contender: str, ranks: int, seed: int) -> dict[s
     remedies.register()  # this may be a process of its own
     began, usual = time.perf_counter(), Task.model_validate(task)
     chosen = parse(contender, usual)
-    simulation, steps = Simulation(chosen.trained(usual), chosen.plan(usual), ranks, seed), usual.steps
+    given = chosen.trained(usual), chosen.plan(usual), ranks, seed
+    simulation = Simulation(*given) if chosen.local is None else LocalSimulation(*given, **chosen.local)
+    steps = usual.steps
     evaluations: list[tuple[int, float]] = []
     taken, value = 0, 0.0
     for moment in simulation.steps():
@@ -81,22 +84,10 @@ def train(task: dict[str, Any], contender: str, ranks: int, seed: int) -> dict[s
                 break
             evaluations.append((taken, value))
     done = taken == steps and math.isfinite(value)
-    return record(done, evaluations, simulation.net.ledger.compression_ratio(ranks - 1), began)
-
-
-def record(done: bool, evaluations: list[tuple[int, float]], ratio: float | None, began: float) -> dict[str, Any]:
-    """Return the record of a run; see :func:`train`.
-
-    Args:
-        done: whether the run came to its end.
-        evaluations: (step, value) each.
-        ratio: of dense bytes and bytes sent; None if nothing was sent.
-        began: ``time.perf_counter()`` at its beginning.
-    """
     return {
         "status": "done" if done else "diverged",
         "score": statistics.fmean(value for _, value in evaluations[-SCORED:]) if done else None,
         "evaluations": evaluations,
-        "ratio": ratio,
+        "ratio": simulation.ratio(),
         "seconds": round(time.perf_counter() - began, 1),
     }

@@ -9,6 +9,7 @@ starts: each contender first trains a throw-away net of the same shapes for a fe
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +34,11 @@ def batches_of(ranks: DdpRanks, race: Race, seed: int) -> Iterator[Batch]:
 def prepare(race: Race, driver: str, device: str, name: str, seed: int) -> Trainer:
     """Return a contender's trainer, with initial weights that depend on the seed alone."""
     contender = parse(name, race.task)
+    if contender.local and driver != "ddp":
+        raise ValueError(f"{name}: local steps are measured over torch.distributed, not over {driver}")
     how = baseline_of(name) or contender.plan(race.task)
     # Horovod caches tensors by name, and a process trains several contenders
-    return Trainer(driver, contender.trained(race.task), how, seed, device, prefix=f"{name}.")
+    return Trainer(driver, contender.trained(race.task), how, seed, device, f"{name}.", contender.local)
 
 
 def train(ranks: DdpRanks, race: Race, driver: str, device: str, contender: str, seed: int) -> None:
@@ -79,10 +82,11 @@ def measure(
     for name, trainer in trainers.items():
         while trainer.compressor and trainer.compressor.local.fallback.compares:  # it has not decided yet
             timed(trainer, next(batches))
-        times = turn_of(ranks, trainer, batches, WARM_UP + 2)
+        every = trainer.local.every if trainer.local else 1
+        times = turn_of(ranks, trainer, batches, WARM_UP + max(2, every))
         # every rank must take as many steps
         mean = sums(ranks, [float(np.median(times[WARM_UP:]))], "median")[0] / ranks.size()
-        lengths[name] = max(2, round(turn / mean))
+        lengths[name] = max(2, every * math.ceil(turn / mean / every))
     found: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, trainer in trainers.items():

@@ -51,16 +51,19 @@ class Simulation:
 
     def __init__(self, task: Task, plan: Mapping[str, Any], ranks: int, seed: int):
         torch.set_num_threads(1)
-        torch.manual_seed(seed)
         self.task = task
         self.data = data_of(task.task)
-        self.model = models_torch.build(net_of(task.task, task.net), self.data)
+        self.model = self._build(seed)
         self.optimizer = models_torch.optimizer_of(task, self.model)
         plan = {"seed": seed, **plan, **({"clip_norm": task.clip_norm} if task.clip == "after" else {})}
         # the library can adapt the momentum of SGD alone
         momentum = SGD(task.momentum) if task.optimizer == "sgd" else None
         self.net = Loopback(plan, ranks, optimizer=momentum)
         self._batches = [self.data.batches(rank, ranks, seed, task.batch_size) for rank in range(ranks)]
+
+    def _build(self, seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return models_torch.build(net_of(self.task.task, self.task.net), self.data)
 
     def steps(self, watched: Collection[int] = ()) -> Iterator[Moment]:
         """Take and yield the task's steps. A training whose loss becomes NaN or Inf ends before that step.
@@ -86,6 +89,10 @@ class Simulation:
             self.optimizer.step()
             self.net.observe(learning_rate=rate, loss=loss)
             yield Moment(step, loss, gradients, residuals, reduced)
+
+    def ratio(self) -> float:
+        """Return dense bytes / bytes sent by the last rank."""
+        return self.net.ledger.compression_ratio(len(self._batches) - 1)
 
     def score(self) -> float:
         """Return the held-out measure of the net as it is now."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -13,11 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from experiments.attach import How, over_ddp, over_horovod
+from experiments.attach import Attached, How, over_ddp, over_horovod
 from experiments.training import models_torch
 from experiments.training.experiment import Task
 from experiments.training.tasks import Batch, data_of, net_of
 from hvdcompress import ddp
+from hvdcompress.local_steps import LocalSteps
 
 
 class Trainer:
@@ -30,13 +32,28 @@ class Trainer:
         seed: of the initial parameters, which are the same for every method and on every rank.
         device: "cpu" or "cuda", where the net computes.
         prefix: of the names under which Horovod sums the gradients of a baseline.
+        local: arguments of LocalSteps, whose method is then ``how``; None to exchange gradients in every step.
     """
 
-    def __init__(self, driver: str, task: Task, how: How, seed: int, device: str = "cpu", prefix: str = ""):
+    def __init__(
+        self,
+        driver: str,
+        task: Task,
+        how: How,
+        seed: int,
+        device: str = "cpu",
+        prefix: str = "",
+        local: Mapping[str, Any] | None = None,
+    ):
         torch.manual_seed(seed)
         self.driver, self.task = driver, task
         self.net = models_torch.build(net_of(task.task, task.net), data_of(task.task)).to(device)
         optimizer = models_torch.optimizer_of(task, self.net)
+        self.local: LocalSteps | None = None
+        if local is not None:
+            self.local = LocalSteps(self.net, optimizer, method=how, **local)
+            self.attached, self.compressor = Attached(None, optimizer), None
+            return
         if not isinstance(how, str):
             # clipped by the Compressor, as what the optimizer is handed is larger where momentum is cancelled
             how = {**how, "clip_norm": task.clip_norm}
@@ -70,6 +87,8 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.task.clip_norm)
         with reduced:
             optimizer.step()
+        if self.local:
+            self.local.step()
         return loss.item()
 
     def compute(self, batch: Batch) -> float:
@@ -79,11 +98,23 @@ class Trainer:
         return time.perf_counter() - began
 
     def evaluate(self, batches: Iterable[Batch]) -> list[float]:
-        """Return sums over batches: negative log-likelihood, correct, all."""
-        return models_torch.held_out_sums(self.net, batches)
+        """Return sums over batches: negative log-likelihood, correct, all; of the ranks' mean net with local steps."""
+        return models_torch.held_out_sums(self._mean() if self.local else self.net, batches)
+
+    @torch.no_grad()
+    def _mean(self) -> torch.nn.Module:
+        """Return a net with the mean of all ranks' parameters and buffers."""
+        mean = copy.deepcopy(self.net)
+        for tensor in mean.state_dict().values():
+            if tensor.is_floating_point():
+                dist.all_reduce(tensor)
+                tensor /= dist.get_world_size()
+        return mean
 
     def close(self) -> None:
         """Free the process group of a Compressor under DDP, when all ranks have come here."""
+        if self.local:
+            self.local.close()
         if isinstance(self.compressor, ddp.Compressor):
             dist.barrier()
             self.compressor.close()

@@ -358,6 +358,10 @@ class TensorCompressor(compressor.Compressor):
         self._terms = SharedConfig({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
         self._log_adaptation(self._reader)
 
+    def ignore_optimizers(self) -> None:
+        """Leave the momentum of all optimizers as it is. Call it on every rank, before the first exchange."""
+        self._adapts = False
+
     def _give_up(self) -> None:
         """Restore beta1 of the optimizers: no gradients wait any more."""
         for optimizer, before in self._betas.items() if self.plan.without_beta1 else ():

@@ -21,6 +21,7 @@ from hvdcompress import ddp
 from hvdcompress.ddp import shared_memory
 from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.pieces import by_tensor
+from hvdcompress.local_steps import LocalSteps
 from hvdcompress.loopback import Loopback
 from hvdcompress.plan import IN_ORDER
 from tests.harness import (
@@ -996,3 +997,29 @@ def two_levels_through_shared_memory_and_without_it() -> None:
         finally:
             shared_memory.SMALL, shared_memory.FIRST = before
             shared_memory.SharedMemory.get = GET  # type: ignore[method-assign]
+
+
+@case
+def ddp_inside_nodes_and_local_steps_between_them() -> None:
+    if "NODES" not in os.environ:
+        raise Skip("needs nodes")
+    nodes = int(os.environ["NODES"])
+    rank, inside = dist.get_rank(), dist.get_world_size() // nodes
+    here, _ = dist.new_subgroups_by_enumeration([[n * inside + i for i in range(inside)] for n in range(nodes)])
+    across, _ = dist.new_subgroups_by_enumeration([[n * inside + i for n in range(nodes)] for i in range(inside)])
+    shapes = {"a": (30, 40), "b": (7,)}
+    net = Net(shapes)
+    model = DistributedDataParallel(net, process_group=here)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalSteps(net, optimizer, every=3, outer=None, process_group=across) as local:
+        means = []
+        for step in range(3):
+            given = everyone(step, shapes)
+            reduced(model, given[rank])
+            optimizer.step()
+            local.step()
+            means.append({name: np.mean([one[name] for one in given], axis=0) for name in shapes})
+    found = {name: each.detach().numpy() for name, each in net.named_parameters()}
+    for name, array in found.items():  # averaging over a node in every step, then over nodes, averages over all ranks
+        np.testing.assert_allclose(array, -0.1 * sum(mean[name] for mean in means), rtol=1e-4, atol=1e-5)
+    assert_same_on_all_ranks(found, gather, "local steps between nodes")

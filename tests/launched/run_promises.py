@@ -26,7 +26,10 @@ CASES = {
 CASE_SUBSETS: dict[tuple[str, str], tuple[str, ...]] = {
     ("tensorflow", "gloo-2"): ("eager_execution", "steps_in_a_loop_inside_one_function"),
     ("torch", "mpi-2x2"): ("a_process_set",),  # one of the same ranks as those between nodes
-    ("ddp", "torchrun-2x2"): ("two_levels_through_shared_memory_and_without_it",),
+    ("ddp", "torchrun-2x2"): (
+        "two_levels_through_shared_memory_and_without_it",
+        "ddp_inside_nodes_and_local_steps_between_them",
+    ),
     ("mpi", "mpirun-2x2"): ("owners_are_the_same_after_an_error", "nodes_that_do_not_fit_are_every_ranks"),
 }
 

@@ -76,7 +76,11 @@ QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ("torch", "gloo-2"): SUBSETS[("tensorflow", "gloo-2")],
     ("ddp", "torchrun-3"): (),
     ("ddp", "torchrun-4"): (),
-    ("ddp", "torchrun-2x2"): (*_WITH_TWO_LEVELS, "two_levels_through_shared_memory_and_without_it"),
+    ("ddp", "torchrun-2x2"): (
+        *_WITH_TWO_LEVELS,
+        "two_levels_through_shared_memory_and_without_it",
+        "ddp_inside_nodes_and_local_steps_between_them",
+    ),
     ("tensorflow", "mpi-3"): (),
     ("tensorflow", "gloo-2"): (),
     ("mpi", "alone"): (*_SOME, "results_are_the_loopbacks", "state_is_restored_to_the_bit"),

@@ -60,7 +60,7 @@ class AnswerServer:
         answer: function from a question to its answer. If it raises an exception, the peer gets no answer.
 
     Attributes:
-        endpoint: host, port and secret. The ranks exchange their endpoints over the training's network.
+        endpoint: address, host name, port and secret. The ranks exchange their endpoints over the training's network.
     """
 
     def __init__(self, answer: Callable[[Message], Any]):
@@ -69,7 +69,8 @@ class AnswerServer:
         host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
-        self.endpoint: Message = {"host": host, "port": self._socket.getsockname()[1], "secret": secret}
+        port = self._socket.getsockname()[1]
+        self.endpoint: Message = {"host": host, "name": socket.gethostname(), "port": port, "secret": secret}
         threading.Thread(target=self._accept, name="hvdcompress-answers", daemon=True).start()
 
     def close(self) -> None:

@@ -271,20 +271,24 @@ class Watchdog:
         absent = []
         waiting = []
         for rank, progress in enumerate(everyone):
+            who = f"rank {rank}{self._place(rank)}"
             if progress is None and self._refusals.get(rank):
-                absent.append(f"rank {rank} has ended")
+                absent.append(f"{who} has ended")
             elif progress is None:
-                absent.append(
-                    f"rank {rank} does not answer: it is stopped, overloaded or disconnected, or its host is down"
-                )
+                absent.append(f"{who} does not answer: it is stopped, overloaded or disconnected, or its host is down")
             elif progress.waits_for is None:
-                absent.append(f"rank {rank} is outside of a step, after {progress.steps} steps")
+                absent.append(f"{who} is outside of a step, after {progress.steps} steps")
             elif progress.steps < most:
-                absent.append(f"rank {rank} is in step {progress.steps} and waits for {progress.waits_for}")
+                absent.append(f"{who} is in step {progress.steps} and waits for {progress.waits_for}")
             elif rank != self.rank:
                 waiting.append(f"rank {rank} waits for {progress.waits_for}")
         missing = f"missing: {'; '.join(absent)}" if absent else "no rank is missing"
         return f"{missing} ({'; '.join(waiting)})" if waiting else missing
+
+    def _place(self, rank: int) -> str:
+        """Return the host of a rank in words; nothing if all ranks are on this host."""
+        endpoint = self._peers[rank]
+        return "" if endpoint.get("host", LOCALHOST) == LOCALHOST else f" on {endpoint['name']} ({endpoint['host']})"
 
     def _describe_rendezvous(self) -> str:
         """Describe which ranks are missing in the rendezvous."""

@@ -140,3 +140,14 @@ def test_a_rate_that_decays():
     assert max(rates) == pytest.approx(0.1, rel=0.05) and rates[0] == pytest.approx(0.01) and rates[-1] < 1e-4
     assert np.argmax(rates) in (8, 9, 10) and {learning_rate(TINY, step) for step in (0, 3)} == {0.1}
     assert unit.labels["decays"] and unit.measure(**unit.settings)["status"] == "done"
+
+
+def test_local_steps():
+    plain = TINY.model_copy(update={"momentum": 0.0})
+    averaged = "local@every=1,outer_lr=1,outer_momentum=0"
+    found = {name: train(plain, name) for name in ("dense", averaged, "local@every=2,method=topk,warmup=2")}
+    # without momentum, averaging parameters in every step is averaging gradients
+    assert found[averaged]["evaluations"][0] == (4, pytest.approx(found["dense"]["evaluations"][0][1]))
+    assert found["local@every=2,method=topk,warmup=2"]["ratio"] > 2
+    with pytest.raises(ValueError, match="every=30"):
+        contenders.parse("local@method=topk")

@@ -1,1 +1,0 @@
-"""Accuracy of training with local steps, against exchanging the gradients of every step."""
