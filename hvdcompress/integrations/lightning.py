@@ -4,7 +4,7 @@
 
     trainer = Trainer(strategy=CompressedDDP("scalecom", {"density": 0.01}), devices=2)
     trainer = Trainer(strategy="hvdcompress_scalecom", devices=2)  # by name, with the method's defaults
-    trainer = Trainer(strategy=LocalStepsDDP(30, {"method": "powersgd"}), devices=2)
+    trainer = Trainer(strategy=LocalStepsDDP(30, {"method": "qsgd"}), devices=2)
 
 Importing this module registers a strategy name for every method. Lightning's own ``ddp_comm_hook=`` is silently ignored
 on devices other than CUDA, and Lightning does not save the state of a hook. This strategy also works on the CPU, and
