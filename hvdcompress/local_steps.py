@@ -2,7 +2,7 @@
 
     from hvdcompress.local_steps import LocalSteps
 
-    local = LocalSteps(model, optimizer, every=30, method="powersgd")   # on every rank; no DDP wrapper
+    local = LocalSteps(model, optimizer, every=30, method="qsgd")       # on every rank; no DDP wrapper
     for inputs, targets in batches:
         optimizer.zero_grad()
         loss_of(model(inputs), targets).backward()

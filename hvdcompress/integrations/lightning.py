@@ -1,9 +1,10 @@
-"""Lightning: a strategy like ``DDPStrategy`` that compresses gradients.
+"""Lightning: strategies like ``DDPStrategy`` that compress gradients, or take local steps.
 
     from hvdcompress.integrations.lightning import CompressedDDP
 
     trainer = Trainer(strategy=CompressedDDP("scalecom", {"density": 0.01}), devices=2)
     trainer = Trainer(strategy="hvdcompress_scalecom", devices=2)  # by name, with the method's defaults
+    trainer = Trainer(strategy=LocalStepsDDP(30, {"method": "qsgd"}), devices=2)
 
 Importing this module registers a strategy name for every method. Lightning's own ``ddp_comm_hook=`` is silently ignored
 on devices other than CUDA, and Lightning does not save the state of a hook. This strategy also works on the CPU, and
@@ -18,6 +19,7 @@ from typing import Any
 
 from hvdcompress import ddp, registry
 from hvdcompress.integrations import rank_files
+from hvdcompress.local_steps import LocalSteps
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 
@@ -26,10 +28,57 @@ try:
 except ImportError as error:
     raise ImportError("hvdcompress.integrations.lightning: pip install hvdcompress[lightning]") from error
 
-__all__ = ["CompressedDDP"]
+__all__ = ["CompressedDDP", "LocalStepsDDP"]
 
 
-class CompressedDDP(DDPStrategy):
+class _RankFiles(DDPStrategy):
+    """Saves, restores and removes the state of each rank together with Lightning's checkpoints."""
+
+    _checkpoint = ""  # path of the checkpoint that was loaded last
+
+    def _save(self, folder: Path) -> None:
+        """Write the state of this rank, if there is one."""
+        raise NotImplementedError
+
+    def _load(self, folder: Path) -> None:
+        """Restore the state of this rank."""
+        raise NotImplementedError
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write the checkpoint on rank 0, and each rank's state on every rank.
+
+        Raises:
+            ValueError: the path is a URL, not a local path.
+        """
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if "optimizer_states" in checkpoint:
+            self._save(folder_of(filepath))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+        """Read the checkpoint, and remember its path for the state of the ranks."""
+        self._checkpoint = str(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, *args, **options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the state of the optimizers, and the state of this rank.
+
+        Raises:
+            FileNotFoundError: the states of some ranks are missing.
+            ValueError: the states belong to another model, or the path is a URL.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        self._load(folder_of(self._checkpoint))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove the checkpoint and the states. If the path is a symbolic link, remove only the link."""
+        # A URL has no states, and the states of a link belong to the checkpoint that it points to
+        has_none = "://" in str(filepath) or Path(filepath).is_symlink()
+        super().remove_checkpoint(filepath)
+        if not has_none:
+            rank_files.remove(folder_of(filepath))
+
+
+class CompressedDDP(_RankFiles):
     """Lightning's ``DDPStrategy`` with compressed gradients.
 
     Each rank's residuals are saved next to the checkpoint, in a folder with the name of the checkpoint and the suffix
@@ -57,7 +106,6 @@ class CompressedDDP(DDPStrategy):
         self.method = method
         self.settings = dict(settings or {})
         self.compressor: ddp.Compressor | None = None
-        self._checkpoint = ""  # path of the checkpoint that was loaded last
 
     def configure_ddp(self) -> None:
         """Wrap the model in ``DistributedDataParallel``, and attach a Compressor.
@@ -72,39 +120,81 @@ class CompressedDDP(DDPStrategy):
         scale = {"loss_scale": scaler.get_scale} if scaler else {}
         self.compressor = ddp.attach(self.model, self.method, **{**scale, **self.settings})
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write the checkpoint on rank 0, and the residuals on every rank.
-
-        Raises:
-            ValueError: the path is a URL, not a local path.
-        """
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if self.compressor and "optimizer_states" in checkpoint:
-            rank_files.save(self.compressor, folder_of(filepath))
-
-    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
-        """Read the checkpoint, and remember its path for the residuals."""
-        self._checkpoint = str(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, *args, **options)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the state of the optimizers, and this rank's residuals.
-
-        Raises:
-            FileNotFoundError: the residuals of some ranks are missing.
-            ValueError: the residuals belong to another model, or the path is a URL.
-        """
-        super().load_optimizer_state_dict(checkpoint)
+    def _save(self, folder: Path) -> None:
         if self.compressor:
-            rank_files.load(self.compressor, folder_of(self._checkpoint))
+            rank_files.save(self.compressor, folder)
 
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove the checkpoint and its residuals. If the path is a symbolic link, remove only the link."""
-        # A URL has no residuals, and the residuals of a link belong to the checkpoint that it points to
-        has_none = "://" in str(filepath) or Path(filepath).is_symlink()
-        super().remove_checkpoint(filepath)
-        if not has_none:
-            rank_files.remove(folder_of(filepath))
+    def _load(self, folder: Path) -> None:
+        if self.compressor:
+            rank_files.load(self.compressor, folder)
+
+
+class LocalStepsDDP(_RankFiles):
+    """Each rank trains alone, and the ranks exchange their parameters every few steps of the optimizer.
+
+    Processes, devices and data are those of ``DDPStrategy``, but the model is not wrapped in
+    ``DistributedDataParallel``. Parameters are also exchanged before validation and at the end. The state of each rank
+    is saved next to the checkpoint, as that of :class:`CompressedDDP`.
+
+    Args:
+        every: steps from one exchange to the next.
+        settings: further arguments of :class:`hvdcompress.local_steps.LocalSteps`, other than ``checkpoint``.
+        options: options of ``DDPStrategy``.
+
+    Attributes:
+        local: the LocalSteps of the last ``fit``; None before the first one.
+    """
+
+    def __init__(self, every: int, settings: Mapping[str, Any] | None = None, **options: Any):
+        super().__init__(**options)
+        self.every = every
+        self.settings = dict(settings or {})
+        self.local: LocalSteps | None = None
+
+    def configure_ddp(self) -> None:
+        """Leave the model unwrapped."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Create the optimizer, and LocalSteps with it.
+
+        Raises:
+            ValueError: there are several optimizers, or an argument is out of range.
+        """
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ValueError(f"local steps need one optimizer, and configure_optimizers() made {len(self.optimizers)}")
+        self.local = LocalSteps(self.model, self.optimizers[0], every=self.every, **self.settings)
+
+    def optimizer_step(self, *args: Any, **options: Any) -> Any:
+        """Take a step of the optimizer, and exchange parameters if they are due."""
+        output = super().optimizer_step(*args, **options)
+        if self.local:
+            self.local.step()
+        return output
+
+    def on_validation_start(self) -> None:
+        """Exchange parameters, so that all ranks validate the same model."""
+        if self.local:
+            self.local.synchronize()
+
+    def on_train_end(self) -> None:
+        """Exchange parameters, so that all ranks end with the same model."""
+        if self.local:
+            self.local.synchronize()
+
+    def teardown(self) -> None:
+        """Free the process groups."""
+        if self.local:
+            self.local.close()
+        super().teardown()
+
+    def _save(self, folder: Path) -> None:
+        if self.local:
+            rank_files.save_local_steps(self.local, folder)
+
+    def _load(self, folder: Path) -> None:
+        if self.local:
+            self.local.load(folder)
 
 
 def folder_of(filepath: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""Save and restore a Compressor's state, one file per rank, in a folder that belongs to a framework's checkpoint."""
+"""Save and restore the state of compression, per rank, in a folder that belongs to a framework's checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 from hvdcompress.ddp import Compressor
+from hvdcompress.local_steps import LocalSteps
 
 NAME = "hvdcompress"  #: name of the folder, inside of a checkpoint that is a folder itself
 
@@ -34,6 +35,14 @@ def load(compressor: Compressor, folder: Path) -> None:
         compressor.load(folder)
     else:
         warnings.warn(f"the checkpoint has no folder {folder}: residuals start at zero", stacklevel=2)
+
+
+def save_local_steps(local: LocalSteps, folder: Path) -> None:
+    """Write this rank's state of local steps to the folder, on every rank. Those of an earlier run are removed."""
+    local.save(folder)
+    for path in folder.glob("step-*"):
+        if path.name != f"step-{local.steps}":
+            shutil.rmtree(path, ignore_errors=True)  # another rank may remove it, too
 
 
 def remove(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a callback that makes a ``Trainer`` compress its gradients.
+"""Hugging Face Transformers: callbacks that make a ``Trainer`` compress its gradients, or take local steps.
 
     from hvdcompress.integrations.transformers import CompressionCallback
 
@@ -16,8 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from hvdcompress import ddp
 from hvdcompress.integrations import rank_files
+from hvdcompress.local_steps import LocalSteps
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 
@@ -26,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("hvdcompress.integrations.transformers: pip install hvdcompress[transformers]") from error
 
-__all__ = ["CompressionCallback"]
+__all__ = ["CompressionCallback", "LocalStepsCallback"]
 
 
 class CompressionCallback(TrainerCallback):
@@ -69,11 +72,7 @@ class CompressionCallback(TrainerCallback):
         """
         model = self.trainer.model_wrapped
         if self.compressor is None or self._model is not model:
-            if args.world_size == 1:
-                raise ValueError(
-                    "there is only one process, so there are no gradients to exchange: start the script with torchrun "
-                    "--nproc-per-node 2"
-                )
+            _refuse_one_process(args)
             scaler = self.trainer.accelerator.scaler
             scale = {"loss_scale": scaler.get_scale} if scaler else {}
             self.compressor = ddp.attach(model, self.method, **{**scale, **self.settings})
@@ -85,6 +84,79 @@ class CompressionCallback(TrainerCallback):
         """Write this rank's residuals into the checkpoint, unless it contains only the model."""
         if self.compressor and not args.save_only_model:
             rank_files.save(self.compressor, _folder(_checkpoint(args, state)))
+
+
+class LocalStepsCallback(TrainerCallback):
+    """Each rank trains alone, and the ranks exchange their parameters every few steps of the optimizer.
+
+    The Trainer's ``DistributedDataParallel`` module stays, but exchanges nothing. Parameters are also exchanged before
+    an evaluation, before a checkpoint and at the end. The state of each rank is saved into the checkpoints.
+
+    Args:
+        trainer: the Trainer to which the callback is added.
+        every: steps from one exchange to the next.
+        resume_from: as for :class:`CompressionCallback`.
+        settings: further arguments of :class:`hvdcompress.local_steps.LocalSteps`, other than ``checkpoint``.
+
+    Attributes:
+        local: the LocalSteps; None before training.
+    """
+
+    def __init__(self, trainer: Trainer, every: int, *, resume_from: str | Path | None = None, **settings: Any):
+        self.trainer = trainer
+        self.every = every
+        self.settings = settings
+        self.resume_from = resume_from
+        self.local: LocalSteps | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Make LocalSteps; restore the state if training resumes.
+
+        Raises:
+            ValueError: there is only one process; the Trainer does not use DistributedDataParallel; an argument is out
+                of range.
+            FileNotFoundError: the states of some ranks are missing.
+        """
+        trainer = self.trainer
+        _refuse_one_process(args)
+        if not isinstance(trainer.model_wrapped, DistributedDataParallel):
+            raise ValueError("local steps need a Trainer that uses DistributedDataParallel, not FSDP or DeepSpeed")
+        # As within no_sync(): neither gradients nor buffers are exchanged
+        trainer.model_wrapped.require_backward_grad_sync = False
+        if self.local is None or self.local.optimizer is not trainer.optimizer:
+            if self.local:
+                self.local.close()
+            model = trainer.model_wrapped.module
+            self.local = LocalSteps(model, trainer.optimizer, every=self.every, **self.settings)
+        if state.global_step:
+            self.local.load(_folder(self.resume_from or _checkpoint(args, state)))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Exchange parameters if they are due, or needed now."""
+        assert self.local
+        self.local.step()
+        self._synchronize(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Exchange parameters if they are needed now."""
+        self._synchronize(control)
+
+    def _synchronize(self, control: Any) -> None:
+        if self.local and (control.should_evaluate or control.should_save or control.should_training_stop):
+            self.local.synchronize()
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Write this rank's state into the checkpoint, unless it contains only the model."""
+        if self.local and not args.save_only_model:
+            rank_files.save_local_steps(self.local, _folder(_checkpoint(args, state)))
+
+
+def _refuse_one_process(args: Any) -> None:
+    if args.world_size == 1:
+        raise ValueError(
+            "there is only one process, so there is nothing to exchange: start the script with torchrun "
+            "--nproc-per-node 2"
+        )
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -45,13 +45,29 @@ def check(folder: Path, output: str) -> None:
 @pytest.mark.parametrize("driver,script", [("torch", "elastic_ranks.py"), ("tensorflow", "elastic_ranks_tf.py")])
 def test_others_go_on_without_a_lost_rank_and_with_its_successor(driver: str, script: str, tmp_path: Path) -> None:
     needs(*MODULES[driver])
+    check(tmp_path, elastic(script, tmp_path))
+
+
+@pytest.mark.slow  # two minutes, most of which is waiting
+@pytest.mark.timeout(400)
+def test_local_steps_go_on_without_a_lost_rank_and_with_its_successor(tmp_path: Path) -> None:
+    needs(*MODULES["torch"])
+    output = elastic("elastic_local.py", tmp_path)
+    ends = [dict(np.load(file)) for file in (tmp_path / "kept").glob("*-end-*.npz")]
+    assert len(ends) == 3, output[-4000:]
+    assert int(next((tmp_path / "kept").iterdir()).name.split("-")[0]) > 6
+    for name in ends[0]:
+        assert all(np.array_equal(end[name], ends[0][name]) and np.isfinite(end[name]).all() for end in ends)
+
+
+def elastic(script: str, tmp_path: Path) -> str:
+    """Train with Horovod's elastic launcher on three hosts; return the output."""
     (tmp_path / "kept").mkdir()
     (tmp_path / "hosts").write_text("localhost:2\n127.0.0.1:1\n")  # a host of which a rank fails is not asked again
     discover = tmp_path / "discover.sh"
     discover.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
     discover.chmod(0o755)
-    done = launch("elastic-3", HERE / script, str(tmp_path), seconds=300, DISCOVER=str(discover))
-    check(tmp_path, done.stdout)
+    return launch("elastic-3", HERE / script, str(tmp_path), seconds=300, DISCOVER=str(discover)).stdout
 
 
 @pytest.mark.slow  # a minute, most of which is waiting

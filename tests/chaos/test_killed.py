@@ -93,6 +93,44 @@ def test_a_killed_rank_is_an_error_on_all_others_under_ddp(
 
 
 @pytest.mark.timeout(120)
+def test_local_steps_end_with_a_killed_rank_and_go_on_from_the_last_exchange_under_ddp(tmp_path: Path) -> None:
+    for status in [1, -signal.SIGKILL], [0, 0]:
+        ranks = by_hand([str(HERE / "local_killed.py"), str(tmp_path)], 2, DRIVER="ddp")
+        try:
+            texts = [rank.communicate(timeout=100)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.returncode for rank in ranks] == status, texts
+    seconds, words = (tmp_path / "error-0").read_text().split(maxsplit=1)
+    assert float(seconds) < 10 and "the process group has failed on rank 0" in words
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_local_steps_go_on_from_the_last_exchange_when_torchrun_restarts_all_ranks(tmp_path: Path) -> None:
+    line = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    line += [str(HERE / "local_killed.py"), str(tmp_path)]
+    # As for elastic training: see docs/guides/checkpoints.md
+    given = environment("torchrun-2", DRIVER="ddp", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    done = subprocess.run(line, env=given, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert all((tmp_path / name).exists() for name in ("killed", "end-0", "end-1"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_local_steps_go_on_from_the_last_exchange_under_horovod(tmp_path: Path) -> None:
+    """mpirun ends all ranks when one is killed; started again, they go on."""
+    needs("torch", "horovod")
+    killed, again = (
+        launch("mpi-2", HERE / "local_killed.py", str(tmp_path), seconds=60, DRIVER="torch") for _ in range(2)
+    )
+    assert killed.returncode != 0 and (tmp_path / "killed").exists(), killed.stdout[-3000:]
+    assert again.returncode == 0 and (tmp_path / "end-0").exists(), again.stdout[-3000:]
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "kind,status",
     [

@@ -47,6 +47,28 @@ def must_raise(kind: Any, words: list[str], run: Callable[[], object], same: boo
 
 
 @case
+def local_steps_of_the_guide() -> None:
+    from tests.unit.house.pages import ROOT, blocks
+
+    (code,) = (c for c, _ in blocks((ROOT / "docs/guides/local-steps.md").read_text(), "python") if "mpi" in c)
+    rng = np.random.default_rng(RANK)
+    truth = {name: np.random.default_rng(9).normal(size=n).astype("f") for name, n in (("a", 1100), ("b", 5))}
+    weights = {name: rng.normal(size=array.shape).astype("f") for name, array in truth.items()}
+
+    def distance() -> float:
+        return sum(float(np.square(weights[name] - truth[name]).sum()) for name in truth)
+
+    def inner_step(weights: dict[str, np.ndarray]) -> None:
+        for name, array in weights.items():
+            array -= np.float32(0.01) * (array - truth[name] + rng.normal(size=array.shape).astype("f"))
+
+    before = distance()
+    exec(code, {"comm": COMM, "weights": weights, "inner_step": inner_step, "steps": 300})
+    assert distance() < before / 2
+    harness.assert_same_on_all_ranks(weights, COMM.allgather, "local steps")
+
+
+@case
 def arrays_of_any_layout() -> None:
     comp, net = Compressor("topk", density=0.1), Loopback("topk", world_size=WORLD, density=0.1)
     given = [{"w": np.asfortranarray(one["b"])[:, ::2].T} for one in everyone(0)]

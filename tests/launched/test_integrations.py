@@ -68,3 +68,13 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit(framework: str, tmp_path:
             assert one.keys() == other.keys()
             for name in one:
                 np.testing.assert_array_equal(one[name], other[name], err_msg=f"{framework}: {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_local_steps_exchange_and_go_on_from_a_checkpoint_to_the_bit(framework: str, tmp_path: Path) -> None:
+    needs(framework)
+    script = ROOT / "tests" / "launched" / "local_integrations.py"
+    done = launch("torchrun-2", script, framework, str(tmp_path), seconds=90, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -16,11 +16,13 @@ import numpy as np
 from hvdcompress.cli.advise.losses import Curve, Gap, Trial, gap_of
 from hvdcompress.cli.advise.ranks import ALONE, DENSE, Contender, Ranks, Training, UserError
 from hvdcompress.cli.advise.workload import Workload
+from hvdcompress.local_steps import LocalSteps
 
 WARM = 3  #: first steps, which never count: ranks compare plans, buffers are allocated, residuals fill up
 TURN = 0.75  #: seconds of a turn of steps
 SETTLING = 0.5  #: part of a turn that it may take until thresholds and caches have settled
 LEAST, MOST = 2, 100  #: steps of a turn
+EXCHANGES = 3  #: exchanges of parameters that are measured, after one that does not count
 BATCHES = 4  #: batches that the steps of a turn use again and again; making them is not measured
 
 
@@ -125,6 +127,19 @@ class Measurements:
             measured.sent = measured.dense_bytes if is_dense else 2.0 * sum(parameter.numel() for parameter in trained)
             measured.on_wire = 2 * (1 - 1 / self.ranks.world_size) * measured.sent
         training.close()
+
+    def exchange(self, contender: Contender) -> float:
+        """Return the median duration of an exchange of all parameters, as local steps do it, in seconds."""
+        with self.ranks.together():
+            model, optimizer = self.workload.start(self.ranks)
+        times = []
+        with LocalSteps(model, optimizer, every=1, method=contender.plan or "none") as local:
+            for _ in range(1 + EXCHANGES):
+                self.ranks.sums(0.0)  # all ranks begin together
+                began = time.perf_counter()
+                local.step()
+                times.append(time.perf_counter() - began)
+        return max(self.ranks.share(statistics.median(times[1:])))
 
     def trial(self, contender: Contender, seconds: float, seeds: int, dense: dict[int, Curve]) -> Trial:
         """Train with every seed; of two seeds in a row, each begins with another training.

@@ -54,10 +54,12 @@ def advise(
             raise
         raise typer.Exit(2) from None
     try:
-        found, best, untrained = _measure(ranks, functions, asked, effort)
+        found, best, untrained, exchange = _measure(ranks, functions, asked, effort)
         if ranks.rank == 0:
             _print_table(found, effort.seconds, link, verdict.predict(found, rate) if rate else {})
             _print_verdict(found, best, untrained, ranks.driver, plan)
+            if exchange:
+                print(f"\n{verdict.local_steps(found, best, exchange)}")
         ranks.leave()
     except Exception as error:
         is_shared = isinstance(error, AdviseError)
@@ -84,8 +86,11 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _measure(
     ranks: Ranks, functions: Mapping[str, str], asked: list[Contender], effort: Effort
-) -> tuple[list[Measured], Measured, str]:
-    """Return all contenders, the best one, and why no losses were compared."""
+) -> tuple[list[Measured], Measured, str, float]:
+    """Return all contenders, the best one, why no losses were compared, and the seconds of an exchange of parameters.
+
+    The exchange is measured only if it is worth knowing, and is 0 otherwise.
+    """
     with ranks.together():
         workload = Workload(functions)
     sizes = workload.check(ranks)
@@ -106,8 +111,10 @@ def _measure(
     while True:  # until the fastest of those that are left does not lose
         best = verdict.named(found, ranks.share(verdict.choose(found).label)[0])
         if best.label == DENSE or best.trial or untrained:
-            return found, best, untrained
+            break
         best.trial = measurements.trial(best.contender, effort.seconds, effort.seeds, dense)
+    exchange = measurements.exchange(best.contender) if verdict.is_far(found, best) else 0.0
+    return found, best, untrained, exchange
 
 
 def _print_table(found: list[Measured], seconds: float, link: str | None, predicted: Mapping[str, float]) -> None:

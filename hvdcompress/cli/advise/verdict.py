@@ -10,6 +10,7 @@ from hvdcompress.cli.advise.ranks import ALONE, DENSE
 from hvdcompress.cli.numbers import HEADERS, duration
 
 LITTLE = 0.05  #: part of a step that a method has to save; the threshold is ours
+FAR = 2.0  #: local steps are suggested if the best contender's step takes so many times a step without an exchange
 
 
 def choose(found: Sequence[Measured]) -> Measured:
@@ -59,7 +60,7 @@ def explain(found: Sequence[Measured], best: Measured, untrained: str) -> str:
 
 def how_to(best: Measured, driver: str) -> str:
     """Return the lines of the user's script that apply the verdict; empty for dense training."""
-    plan, settings = best.contender.plan, dict(best.contender.settings)
+    plan = best.contender.plan
     if best.label == DENSE:
         return ""
     if plan is None and driver == "DDP":
@@ -67,11 +68,35 @@ def how_to(best: Measured, driver: str) -> str:
         return f"from {hooks} import fp16_compress_hook\nmodel.register_comm_hook(None, fp16_compress_hook)"
     if plan is None:
         return "optimizer = hvd.DistributedOptimizer(optimizer, …, compression=hvd.Compression.fp16)"
-    words = ", ".join([f'"{settings.pop("method")}"', *(f"{key}={value!r}" for key, value in settings.items())])
+    words = _words(best)
     if driver == "DDP":
         return f"from hvdcompress import ddp\nddp.attach(model, {words}, optimizer=optimizer)"
     call = f"hc.attach(optimizer, model.named_parameters(), {words})"
     return f"from hvdcompress.horovod import torch as hc\noptimizer = {call}"
+
+
+def is_far(found: Sequence[Measured], best: Measured) -> bool:
+    """Return whether even the best contender's step is much longer than a step without an exchange."""
+    return best.seconds > FAR * named(found, ALONE).seconds
+
+
+def local_steps(found: Sequence[Measured], best: Measured, seconds: float) -> str:
+    """Return how seldom parameters must be exchanged so that it takes little of the time, in words and as a call.
+
+    Args:
+        found: all contenders.
+        best: the contender whose plan compresses the exchange.
+        seconds: duration of an exchange of all parameters.
+    """
+    alone = named(found, ALONE).seconds
+    every = math.ceil(seconds / (LITTLE * alone))
+    words = f"method={_words(best)}" if best.contender.plan else 'method="none"'
+    return (
+        f"Even so, {_percent(1 - alone / best.seconds)} of a step is communication. Local steps exchange parameters "
+        f"instead. An exchange took {duration(seconds)}; once in {every} steps, it takes {_percent(LITTLE)} of it. "
+        "Their accuracy was not measured: see docs/guides/local-steps.md.\n"
+        f"    local = LocalSteps(model, optimizer, every={every}, {words})"
+    )
 
 
 def predict(found: Sequence[Measured], rate: float) -> dict[str, float]:
@@ -88,6 +113,12 @@ def predict(found: Sequence[Measured], rate: float) -> dict[str, float]:
 def named(found: Sequence[Measured], label: str) -> Measured:
     """Return the contender of this name."""
     return next(one for one in found if one.label == label)
+
+
+def _words(one: Measured) -> str:
+    """Return the method and the settings of a contender as arguments of a call."""
+    settings = dict(one.contender.settings)
+    return ", ".join([f'"{settings.pop("method")}"', *(f"{key}={value!r}" for key, value in settings.items())])
 
 
 def _is_sure(one: Measured, dense: Measured) -> bool:

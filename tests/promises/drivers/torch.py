@@ -17,7 +17,7 @@ from hvdcompress.horovod.torch import Compressor, PeerError
 from hvdcompress.plan import BY_NAME
 from tests.promises.drivers.base import Arrays, Counter, Driver, Handle, Shapes, replaced
 
-PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
+PAIR = hvd.ProcessSet([1, 2])  #: a process set, where there are so many ranks; for the cases
 _numbers = itertools.count()
 
 

@@ -60,6 +60,15 @@ def decide(found, untrained=""):
     return best.label, verdict.explain(found, best, untrained)
 
 
+@pytest.mark.parametrize("alone,is_far", [(0.2, True), (0.4, False)])
+def test_local_steps_are_suggested_where_the_best_step_is_still_long(alone, is_far):
+    found = field(topk=[0.5] * 3, alone=[alone] * 3)
+    best = verdict.choose(found)
+    assert best.label == "topk" and verdict.is_far(found, best) == is_far
+    words = verdict.local_steps(found, best, seconds=0.4)
+    assert f'every={round(0.4 / 0.05 / alone)}, method="topk")' in words and "An exchange took 400 ms" in words
+
+
 # -- losses after the same seconds -------------------------------------------------------------------------
 
 

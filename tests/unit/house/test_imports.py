@@ -32,7 +32,8 @@ FLOORS: list[set[str]] = [
     {"loopback"},
     {"_torch"},
     {"horovod", "horovod/torch", "horovod/tensorflow", "ddp", "mpi"},
-    {"fsdp", "horovod/keras", "integrations", "local_steps"},
+    {"fsdp", "horovod/keras", "local_steps"},
+    {"integrations"},
     {"testing"},
     {"cli/started", "cli/numbers"},
     {"cli/console"},
@@ -54,7 +55,7 @@ FRAMEWORKS_OF = {
     "mpi": {"mpi4py"},
     "integrations/lightning": {"lightning"},
     "integrations/accelerate": {"torch", "accelerate"},
-    "integrations/transformers": {"transformers"},
+    "integrations/transformers": {"torch", "transformers"},
     "testing": {"torch"},
     "cli/advise": {"torch", "horovod"},
 }
