@@ -256,8 +256,11 @@ class LocalSteps:
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
             if "optimizer_momentum" in {**(method if isinstance(method, Mapping) else {}), **settings}:
                 fragment.compressor.use_optimizer(self.outer)
-            else:
-                fragment.compressor.ignore_optimizers()
+            elif fragment.compressor.ignore_optimizers() and self.outer.defaults["momentum"] and not self._network.rank:
+                log.warn_once(
+                    "local steps: residuals act as momentum, and the outer optimizer adds its own, with which training may "
+                    "diverge; use outer=None, or a method without error feedback, such as qsgd"
+                )
         self._buffers = self.fragments[-1].buffers = _Buffers(model)
         if self._buffers.anchors:
             named = {name: torch.nn.Parameter(each) for name, each in self._buffers.anchors.items()}

@@ -41,7 +41,8 @@ def run(
 @app.command()
 def report(
     folder: Annotated[Path | None, typer.Option(help="Folder of the results. Default: the published ones.")] = None,
-    publish: Annotated[bool, typer.Option("--publish", help="Add them to experiments/results/momentum.json.")] = False,
+    name: Annotated[str, typer.Option(help="Name of the published results.")] = "momentum",
+    publish: Annotated[bool, typer.Option("--publish", help="Add them to experiments/results/NAME.json.")] = False,
 ) -> None:
     """Print a table per task: scores, gaps to dense training, and whether they are closed.
 
@@ -53,8 +54,8 @@ def report(
     from experiments.report import results
     from experiments.units import kept
 
-    frame = kept(folder) if folder else results.load("momentum")
+    frame = kept(folder) if folder else results.load(name)
     print(markdown(frame))
     if publish:
-        every = pd.concat([results.load("momentum"), frame])
-        results.save("momentum", every.drop_duplicates([*GROUP, "contender", "seed"], keep="last"))
+        every = pd.concat([*([results.load(name)] if (results.FOLDER / f"{name}.json").exists() else []), frame])
+        results.save(name, every.drop_duplicates([*GROUP, "contender", "seed"], keep="last"))

@@ -358,9 +358,14 @@ class TensorCompressor(compressor.Compressor):
         self._terms = SharedConfig({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
         self._log_adaptation(self._reader)
 
-    def ignore_optimizers(self) -> None:
-        """Leave the momentum of all optimizers as it is. Call it on every rank, before the first exchange."""
-        self._adapts = False
+    def ignore_optimizers(self) -> bool:
+        """Leave the momentum of all optimizers as it is. Call it on every rank, before the first exchange.
+
+        Returns:
+            Whether a method keeps a residual for which momentum would be adapted.
+        """
+        before, self._adapts = self._adapts, False
+        return before
 
     def _give_up(self) -> None:
         """Restore beta1 of the optimizers: no gradients wait any more."""
