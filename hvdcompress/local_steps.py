@@ -258,7 +258,7 @@ class LocalSteps:
                 fragment.compressor.use_optimizer(self.outer)
             elif fragment.compressor.ignore_optimizers() and self.outer.defaults["momentum"] and not self._network.rank:
                 log.warn_once(
-                    "local steps: residuals act as momentum, and the outer optimizer adds its own, so that training may "
+                    "local steps: residuals act as momentum, and the outer optimizer adds its own, so training may "
                     "diverge; use outer=None, or a method without error feedback, such as qsgd"
                 )
         self._buffers = self.fragments[-1].buffers = _Buffers(model)
