@@ -98,7 +98,7 @@ def available() -> list[str]:
     """Return the ids of all methods, sorted.
 
     >>> available()[:3]
-    ['acpsgd', 'bf16', 'blockwise']
+    ['acpsgd', 'arctopk', 'bf16']
     """
     return list(classes())
 

@@ -65,7 +65,7 @@ from hvdcompress.method import (
     Workspace,
     method,
 )
-from hvdcompress.parts import codecs, seed, select
+from hvdcompress.parts import codecs, rotation, select
 
 
 @method
@@ -102,19 +102,14 @@ class ARCTopK(Method):
         ops = work.ops
         n, m, r = ctx.spec.size, self.row, self.sketch
         rows = n // m
-        # With elements of this size, no number of the summed sketch exceeds max|x|
-        sign = np.float32(1.0 / (m * ctx.world_size))
-        signs = np.where(seed.uniform(seed.shared_key(ctx), r * m) < 0.5, sign, -sign)  # Vᵀ [r × m]
         sketch = ops.zeros(0, "float32", like=x)
         if rows:
-            sketch = ops.matmul_transposed(x[: rows * m], ops.asarray(signs, like=x), rows, r)  # X·V [rows × r]
+            # With elements of this size, no number of the summed sketch exceeds max|x|
+            signs = rotation.signs(r * m, ctx, x, ops) * np.float32(-1.0 / (m * ctx.world_size))  # Vᵀ [r × m]
+            sketch = ops.matmul_transposed(x[: rows * m], signs, rows, r)  # X·V [rows × r]
         sketch = yield AllReduce(sketch)
 
         chosen = ops.top_k(ops.bucket_norms(sketch, r, "l2"), select.num_kept(self.density, rows))  # J [K]
-        index_dtype = ops.index_dtype(n)
-        starts = ops.take(ops.asarray(np.arange(0, rows * m, m, dtype=index_dtype), like=x), chosen)
-        offsets = ops.asarray(np.arange(m, dtype=index_dtype), like=x)
-        rest = ops.asarray(np.arange(rows * m, n, dtype=index_dtype), like=x)
-        index = ops.concat([(starts.reshape(-1, 1) + offsets).reshape(-1), rest])
+        index = select.elements_of_rows(chosen, m, n, x, ops)
         total, own = yield from codecs.all_reduce(ops.take(x, index), self.values, ctx, work)
         return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)

@@ -113,7 +113,7 @@ class OkTopk(Method):
         values = ops.take(others, index)
         low = int((index < first).sum())
         index = ops.concat([index[:low], index[low:] + size])  # I, in the whole tensor
-        cuts = pairwise(ops.searchsorted(index, ops.asarray(np.array(bounds), like=x)).tolist())
+        cuts = pairwise(regions.cuts(index, bounds, ops))
         least = ops.asarray(np.array([ops.kth_magnitude(values, len(values))], np.float32), like=x)  # m
         pieces, sent = [], []
         for (a, b), start, its in zip(cuts, bounds[:-1], sizes, strict=True):  # m has the position after the region

@@ -26,6 +26,11 @@ def bounds(edges: NumpyArray, n: int, world_size: int) -> list[int]:
     return [0, *np.maximum.accumulate(inner.astype(int)).tolist(), n]
 
 
+def cuts(index: Array, bounds: list[int], ops: Ops) -> list[int]:
+    """Return where ascending indices reach each bound: ``index[cuts[r] : cuts[r + 1]]`` are those of region r."""
+    return ops.searchsorted(index, ops.asarray(np.array(bounds), like=index)).tolist()
+
+
 def moved(edges: NumpyArray, index: Array, n: int, ops: Ops) -> NumpyArray:
     """Return edges that are closer to those of equal shares of the entries.
 

@@ -30,12 +30,12 @@ def rotate(x: Array, block: int, ctx: Context, ops: Ops) -> Array:
     """Return the transform [padded_size(n, block)] of x [n], followed by zeros up to whole blocks."""
     missing = padded_size(len(x), block) - len(x)
     x = ops.concat([x, ops.zeros(missing, "float32", like=x)]) if missing else x
-    return _hadamard(x * _signs(len(x), ctx, x, ops), block, ops)
+    return _hadamard(x * signs(len(x), ctx, x, ops), block, ops)
 
 
 def rotate_back(y: Array, n: int, block: int, ctx: Context, ops: Ops) -> Array:
     """Undo :func:`rotate`: return x [n]."""
-    return (_hadamard(y, block, ops) * _signs(len(y), ctx, y, ops))[:n]
+    return (_hadamard(y, block, ops) * signs(len(y), ctx, y, ops))[:n]
 
 
 def _hadamard(x: Array, block: int, ops: Ops) -> Array:
@@ -49,7 +49,7 @@ def _hadamard(x: Array, block: int, ops: Ops) -> Array:
     return ops.permute(x, (block, len(x) // block), (1, 0))
 
 
-def _signs(n: int, ctx: Context, like: Array, ops: Ops) -> Array:
+def signs(n: int, ctx: Context, like: Array, ops: Ops) -> Array:
     """Return random signs [n], equal on all ranks."""
     one = ops.asarray(np.ones(1, np.float32), like)
     return ops.unpack_signs(ops.pack_signs(ops.uniform(seed.shared_key(ctx), n, like) - 0.5), one, n)

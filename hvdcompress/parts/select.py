@@ -111,6 +111,28 @@ def in_parts(x: Array, sizes: Sequence[int], choose: Callable[[Array, int], Spar
     return found[0] if len(found) == 1 else Sparse(*(ops.concat(list(each)) for each in zip(*found, strict=True)))
 
 
+def elements_of_rows(chosen: Array, m: int, n: int, like: Array, ops: Ops) -> Array:
+    """Return the indices of all elements of some rows of ``m`` elements, and of the n mod m after the last row.
+
+    Args:
+        chosen: the rows [K].
+        m: elements of a row.
+        n: elements of the tensor.
+        like: an array of the backend and device.
+        ops: the array ops.
+
+    Returns:
+        [K·m + n mod m], in the dtype of ``ops.index_dtype(n)``.
+    """
+    rows, dtype = n // m, ops.index_dtype(n)
+
+    def indices(*bounds: int) -> Array:
+        return ops.asarray(np.arange(*bounds, dtype=dtype), like=like)
+
+    starts = ops.take(indices(0, rows * m, m), chosen)
+    return ops.concat([(starts.reshape(-1, 1) + indices(m)).reshape(-1), indices(rows * m, n)])
+
+
 def chunk_size(density: float) -> int:
     """Return C = 1/density, the number of elements per chunk, of which one is kept."""
     return max(1, round(1.0 / density))
