@@ -215,7 +215,7 @@ def test_the_wheel_has_every_file() -> None:
 
 
 def test_methods_use_no_array_library_but_ops() -> None:
-    """A method speaks through ``ops``, or it would not run on a GPU; numpy is there for scalars and for lists of them."""
+    """A method speaks through ``ops``, or it would not run on a GPU; numpy is there for scalars and lists of them."""
     for path in sorted((PACKAGE / "methods").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         used = {
