@@ -128,12 +128,12 @@ class Measurements:
             measured.on_wire = 2 * (1 - 1 / self.ranks.world_size) * measured.sent
         training.close()
 
-    def exchange(self, contender: Contender) -> float:
-        """Return the median duration of an exchange of all parameters, as local steps do it, in seconds."""
+    def exchange(self, method: str) -> float:
+        """Return the median duration of an exchange of all parameters by a method, as local steps do it, in seconds."""
         with self.ranks.together():
             model, optimizer = self.workload.start(self.ranks)
         times = []
-        with LocalSteps(model, optimizer, every=1, method=contender.plan or "none") as local:
+        with LocalSteps(model, optimizer, every=1, method=method) as local:
             for _ in range(1 + EXCHANGES):
                 self.ranks.sums(0.0)  # all ranks begin together
                 began = time.perf_counter()

@@ -113,7 +113,7 @@ def _measure(
         if best.label == DENSE or best.trial or untrained:
             break
         best.trial = measurements.trial(best.contender, effort.seconds, effort.seeds, dense)
-    exchange = measurements.exchange(best.contender) if verdict.is_far(found, best) else 0.0
+    exchange = measurements.exchange(verdict.EXCHANGE) if verdict.is_far(found, best) else 0.0
     return found, best, untrained, exchange
 
 

@@ -11,6 +11,7 @@ from hvdcompress.cli.numbers import HEADERS, duration
 
 LITTLE = 0.05  #: part of a step that a method has to save; the threshold is ours
 FAR = 2.0  #: local steps are suggested if the best contender's step takes so many times a step without an exchange
+EXCHANGE = "qsgd"  #: method of local steps that lost no accuracy in docs/guides/local-steps.md
 
 
 def choose(found: Sequence[Measured]) -> Measured:
@@ -60,7 +61,7 @@ def explain(found: Sequence[Measured], best: Measured, untrained: str) -> str:
 
 def how_to(best: Measured, driver: str) -> str:
     """Return the lines of the user's script that apply the verdict; empty for dense training."""
-    plan = best.contender.plan
+    plan, settings = best.contender.plan, dict(best.contender.settings)
     if best.label == DENSE:
         return ""
     if plan is None and driver == "DDP":
@@ -68,7 +69,7 @@ def how_to(best: Measured, driver: str) -> str:
         return f"from {hooks} import fp16_compress_hook\nmodel.register_comm_hook(None, fp16_compress_hook)"
     if plan is None:
         return "optimizer = hvd.DistributedOptimizer(optimizer, …, compression=hvd.Compression.fp16)"
-    words = _words(best)
+    words = ", ".join([f'"{settings.pop("method")}"', *(f"{key}={value!r}" for key, value in settings.items())])
     if driver == "DDP":
         return f"from hvdcompress import ddp\nddp.attach(model, {words}, optimizer=optimizer)"
     call = f"hc.attach(optimizer, model.named_parameters(), {words})"
@@ -85,17 +86,16 @@ def local_steps(found: Sequence[Measured], best: Measured, seconds: float) -> st
 
     Args:
         found: all contenders.
-        best: the contender whose plan compresses the exchange.
-        seconds: duration of an exchange of all parameters.
+        best: the verdict of steps that exchange gradients.
+        seconds: duration of an exchange of all parameters, by :data:`EXCHANGE`.
     """
     alone = named(found, ALONE).seconds
     every = math.ceil(seconds / (LITTLE * alone))
-    words = f"method={_words(best)}" if best.contender.plan else 'method="none"'
     return (
         f"Even so, {_percent(1 - alone / best.seconds)} of a step is communication. Local steps exchange parameters "
         f"instead. An exchange took {duration(seconds)}; once in {every} steps, it takes {_percent(LITTLE)} of it. "
         "Their accuracy was not measured: see docs/guides/local-steps.md.\n"
-        f"    local = LocalSteps(model, optimizer, every={every}, {words})"
+        f'    local = LocalSteps(model, optimizer, every={every}, method="{EXCHANGE}")'
     )
 
 
@@ -113,12 +113,6 @@ def predict(found: Sequence[Measured], rate: float) -> dict[str, float]:
 def named(found: Sequence[Measured], label: str) -> Measured:
     """Return the contender of this name."""
     return next(one for one in found if one.label == label)
-
-
-def _words(one: Measured) -> str:
-    """Return the method and the settings of a contender as arguments of a call."""
-    settings = dict(one.contender.settings)
-    return ", ".join([f'"{settings.pop("method")}"', *(f"{key}={value!r}" for key, value in settings.items())])
 
 
 def _is_sure(one: Measured, dense: Measured) -> bool:

@@ -66,7 +66,7 @@ def test_local_steps_are_suggested_where_the_best_step_is_still_long(alone, is_f
     best = verdict.choose(found)
     assert best.label == "topk" and verdict.is_far(found, best) == is_far
     words = verdict.local_steps(found, best, seconds=0.4)
-    assert f'every={round(0.4 / 0.05 / alone)}, method="topk")' in words and "An exchange took 400 ms" in words
+    assert f'every={round(0.4 / 0.05 / alone)}, method="qsgd")' in words and "An exchange took 400 ms" in words
 
 
 # -- losses after the same seconds -------------------------------------------------------------------------
