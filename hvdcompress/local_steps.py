@@ -252,8 +252,10 @@ class LocalSteps:
         anchors = [anchor for fragment in self.fragments for anchor in fragment.anchors.values()]
         self.outer = torch.optim.SGD(anchors, **({"lr": 1.0} if outer is None else outer))
         plan = plan_of(method, **settings)
+        schedule = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing, "warmup": warmup}
         for fragment in self.fragments:
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
+            fragment.compressor.require_equal(local_steps={**schedule, "outer": outer and dict(outer)})
             if "optimizer_momentum" in {**(method if isinstance(method, Mapping) else {}), **settings}:
                 fragment.compressor.use_optimizer(self.outer)
             elif fragment.compressor.ignore_optimizers() and self.outer.defaults["momentum"] and not self._network.rank:

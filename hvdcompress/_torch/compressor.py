@@ -355,8 +355,12 @@ class TensorCompressor(compressor.Compressor):
         self._without_beta1(optimizers)
         self._reader = TorchReader(optimizers, self._tensors())
         self.local.optimizer = self._reader
-        self._terms = SharedConfig({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
+        self.require_equal(optimizer=self._reader.kinds())
         self._log_adaptation(self._reader)
+
+    def require_equal(self, **settings: Any) -> None:
+        """Name further settings that must be equal on all ranks. The next exchange compares them."""
+        self._terms = SharedConfig({**self._terms.plan, **settings}, self._terms.tensors)
 
     def ignore_optimizers(self) -> bool:
         """Leave the momentum of all optimizers as it is. Call it on every rank, before the first exchange.

@@ -15,6 +15,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
+from hvdcompress.engine.agreement import PeerError
 from hvdcompress.local_steps import OUTER, LocalSteps
 from tests.harness import OUT, Skip, case, logged, must_raise
 
@@ -400,4 +401,17 @@ def wrong_arguments_of_local_steps_are_refused() -> None:
         must_raise(ValueError, ["without it"], lambda: LocalSteps(module, optimizer, every=4), gather)
     local = LocalSteps(model, optimizer, every=4)
     must_raise(FileNotFoundError, ["no step that all ranks have saved"], lambda: local.load(OUT / "nothing"), gather)
+    local.close()
+
+
+@case
+def ranks_that_exchange_at_other_steps_are_named() -> None:
+    model = net()
+    local = LocalSteps(model, optimizer_of(model), every=2 if RANK else 3, **SETTINGS)
+
+    def until_the_exchange() -> None:
+        for _ in range(3):
+            local.step()
+
+    must_raise(PeerError, ["local_steps", "'every': 3", "'every': 2"], until_the_exchange, gather)
     local.close()
