@@ -155,4 +155,6 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "gmc": {"method": "gmc", "density": 0.01, "mu": 0.0},
     "regtopk": {"method": "regtopk", "density": 0.01},
     "ef21_sgdm": {"method": "ef21_sgdm", "density": 0.01, "mu": 0.0, "lr": 10.0},
+    # of 1-bit Adam (Tang et al. 2021, arXiv 2102.02888): signs with feedback after a dense phase, of gradients
+    "onebit_adam": {"method": "signsgd", "route": "scatter", "warmup": {"steps": 100}},
 }

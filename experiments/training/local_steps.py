@@ -44,14 +44,16 @@ class LocalSimulation(Simulation):
         outer: Mapping[str, Any],
         warmup: int = 0,
     ):
+        self.every, self.outer, self.warmup = every, outer, warmup
         super().__init__(task, plan, ranks, seed)
-        self.every, self.warmup = every, warmup
         self.models = [self._build(seed) for _ in range(ranks)]
         self.optimizers = [models_torch.optimizer_of(task, model) for model in self.models]
-        self.optimizer = torch.optim.SGD(self.model.parameters(), **outer)
+
+    def _exchange_and_update(self, plan: Mapping[str, Any], ranks: int) -> tuple[torch.optim.Optimizer, Loopback]:
         # as LocalSteps: the outer momentum is kept, unless the plan says otherwise
-        momentum = SGD(outer["momentum"], nesterov=outer["nesterov"]) if "optimizer_momentum" in plan else SGD(0.0)
-        self.net = Loopback({"seed": seed, **plan}, ranks, optimizer=momentum)
+        adapted = "optimizer_momentum" in plan
+        momentum = SGD(self.outer["momentum"], nesterov=self.outer["nesterov"]) if adapted else SGD(0.0)
+        return torch.optim.SGD(self.model.parameters(), **self.outer), Loopback(plan, ranks, optimizer=momentum)
 
     def steps(self, watched: Any = ()) -> Iterator[Moment]:
         """Take and yield the task's steps; those without an exchange reduce nothing."""

@@ -54,12 +54,17 @@ class Simulation:
         self.task = task
         self.data = data_of(task.task)
         self.model = self._build(seed)
-        self.optimizer = models_torch.optimizer_of(task, self.model)
-        plan = {"seed": seed, **plan, **({"clip_norm": task.clip_norm} if task.clip == "after" else {})}
+        self.optimizer, self.net = self._exchange_and_update({"seed": seed, **plan}, ranks)
+        self._batches = [self.data.batches(rank, ranks, seed, task.batch_size) for rank in range(ranks)]
+
+    def _exchange_and_update(self, plan: Mapping[str, Any], ranks: int) -> tuple[torch.optim.Optimizer, Loopback]:
+        """Return the optimizer of :attr:`model`, and the ranks that average what it gets."""
+        task = self.task
+        if task.clip == "after":
+            plan = {**plan, "clip_norm": task.clip_norm}
         # the library can adapt the momentum of SGD alone
         momentum = SGD(task.momentum) if task.optimizer == "sgd" else None
-        self.net = Loopback(plan, ranks, optimizer=momentum)
-        self._batches = [self.data.batches(rank, ranks, seed, task.batch_size) for rank in range(ranks)]
+        return models_torch.optimizer_of(task, self.model), Loopback(plan, ranks, optimizer=momentum)
 
     def _build(self, seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
