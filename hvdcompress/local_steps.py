@@ -189,7 +189,7 @@ class LocalSteps:
         driver: "torch" for torch.distributed or "horovod"; by default the one that is initialized.
         process_group: a torch.distributed process group or a Horovod process set; by default all ranks.
         checkpoint: a folder that all ranks see. The state is loaded from there if there is one, and saved after each
-            exchange.
+            exchange; during the warm-up, every ``every`` steps.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``nodes``, …). The outer optimizer's
             momentum is kept, unless ``optimizer_momentum`` is given here or in the plan's dict.
 
@@ -312,6 +312,8 @@ class LocalSteps:
             for fragment in self.fragments:
                 self._begin(fragment, 0, compressed=False)
                 self._end(fragment, 0.0)
+            if self.checkpoint and self.steps % self.every == 0:
+                self.save(self.checkpoint)
             return True
         worked = False
         for fragment in self.fragments:

@@ -188,6 +188,17 @@ def local_steps_warm_up_as_every_step_training() -> None:
 
 
 @case
+def the_warm_up_is_saved() -> None:
+    settings = {**SETTINGS, "warmup": 20, "checkpoint": OUT / "warm-up"}
+    want, _ = trained(4, range(9), **settings)
+    gather(None)
+    _, local = trained(4, range(0), **settings)
+    assert local.steps == 8
+    got, _ = trained(4, range(8, 9), folder=settings["checkpoint"], **settings)
+    assert_equal(got, want)
+
+
+@case
 def local_steps_are_synchronized_for_evaluation() -> None:
     model = net()
     optimizer = optimizer_of(model)
