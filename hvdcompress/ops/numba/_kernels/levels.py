@@ -24,15 +24,25 @@ def search(share, edges, bits, codes):
 
 
 @compiled
-def encode(x, norms, bucket, edges, levels, bits, random, key, out, begin, end):
+def look_up(share, share_bits, least, edges, codes):
+    """Count the edges below each number, where no 2^16 neighbouring floats have more than one edge between them."""
+    for i in range(share.size):
+        low = least[share_bits[i] >> np.uint32(16)]
+        codes[i] = np.int32(low) + np.int32(edges[low] < share[i])
+
+
+@compiled
+def encode(x, norms, bucket, edges, least, levels, bits, random, key, out, begin, end):
     """Pack the index of each element's level, which is the number of edges below it.
 
-    ``edges``: [2^bits − 1], the middles between levels; with ``random``, the largest numbers below each level but the
-    first. ``levels``: [2^bits + 1]. Both have Inf after the last one.
+    ``edges``: [2^bits], the middles between levels; with ``random``, the largest numbers below each level but the
+    first. ``least``: [2^16], the least index of all floats whose upper 16 bits are those; empty to search instead.
+    ``levels``: [2^bits + 1]. Edges and levels have Inf after the last one.
     """
     drawn = np.zeros(BLOCK, np.uint32)
     codes = np.zeros(BLOCK, np.int32)
     share = np.zeros(BLOCK, np.float32)
+    share_bits = share.view(np.uint32)
     for start in range(begin, end, BLOCK):
         stop = min(start + BLOCK, end)
         at = start
@@ -42,7 +52,10 @@ def encode(x, norms, bucket, edges, levels, bits, random, key, out, begin, end):
             for i in range(at, until):
                 share[i - start] = x[i] / norm
             at = until
-        search(share[: stop - start], edges, bits, codes)
+        if least.size:
+            look_up(share[: stop - start], share_bits, least, edges, codes)
+        else:
+            search(share[: stop - start], edges, bits, codes)
         if random:
             draw(np.uint32(start), key, drawn)
             for i in range(stop - start):
@@ -91,12 +104,16 @@ def decode(buffer, norm_bits, bucket, levels, bits, out, begin, end):
         until = min(end, (at // bucket + 1) * bucket)
         # the norm of a damaged payload may be negative, NaN or Inf
         safe_bits[0] = min(max(norm_bits[at // bucket], np.int32(0)), np.int32(FP32_MAX_BITS))
-        for i in range(at, until):
-            while filled < bits:
-                held |= np.uint64(buffer[byte]) << np.uint64(filled)
-                byte += 1
-                filled += 8
-            out[i] = levels[np.int64(held & mask)] * safe[0]
-            held >>= np.uint64(bits)
-            filled -= bits
+        if bits == 8:
+            for i in range(at, until):
+                out[i] = levels[buffer[i]] * safe[0]
+        else:
+            for i in range(at, until):
+                while filled < bits:
+                    held |= np.uint64(buffer[byte]) << np.uint64(filled)
+                    byte += 1
+                    filled += 8
+                out[i] = levels[np.int64(held & mask)] * safe[0]
+                held >>= np.uint64(bits)
+                filled -= bits
         at = until
