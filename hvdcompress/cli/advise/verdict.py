@@ -94,7 +94,7 @@ def local_steps(found: Sequence[Measured], best: Measured, seconds: float) -> st
     return (
         f"Even so, {_percent(1 - alone / best.seconds)} of a step is communication. Local steps exchange parameters "
         f"instead. An exchange took {duration(seconds)}; once in {every} steps, it takes {_percent(LITTLE)} of it. "
-        "Their accuracy was not measured: see docs/guides/local-steps.md.\n"
+        "Their accuracy was not measured; with Adam, begin with a warm-up: see docs/guides/local-steps.md.\n"
         f'    local = LocalSteps(model, optimizer, every={every}, method="{EXCHANGE}")'
     )
 
