@@ -61,6 +61,7 @@ AREAS: dict[str, str] = {
     "scale": "experiments.cost_model.pages:context",
     "reliability": "pages:reliability",
     "guides/nodes": "pages:nodes",
+    "guides/local-steps": "pages:local_steps",
     "guides/migrate": "peers:migrate",
     **{f"papers/{name}": "experiments.papers.page:context" for name in ("README", *PAPERS)},
 }

@@ -67,6 +67,58 @@ REMEDIES = {
     "regtopk": "RegTop-k, momentum adapted",
     "ef21_sgdm": "EF21-SGDM",
 }
+#: contenders and trainings of experiments/results/local-steps.json -> names on the page
+OUTER = "outer_lr=1,outer_momentum=0.5"
+SPARSE = f"local@every=10,method=topk,density=0.01,values=qsgd4,{OUTER}"
+LOCAL = {
+    "dense": "every step, uncompressed",
+    "dense@lr=2": "every step, twice the learning rate",
+    "local@every=10": "`every=10`",
+    "local@every=30": "`every=30`",
+    "local@every=100": "`every=100`",
+    "local@every=30,method=fp16": "30, fp16",
+    "local@every=10,method=qsgd": "10, QSGD",
+    "local@every=30,method=qsgd": "30, QSGD",
+    "local@every=100,method=qsgd": "100, QSGD",
+    f"local@every=30,{OUTER}": "30, milder",
+    "local@every=30,outer_lr=1,outer_momentum=0": "30, `outer=None`",
+    SPARSE: "10, milder, top-k 1 %, 4 bits",
+    f"local@every=30,method=topk,density=0.03,values=qsgd4,{OUTER}": "30, milder, top-k 3 %, 4 bits",
+    "local@every=30,method=topk,density=0.03,values=qsgd4:plain": "30, top-k 3 %, 4 bits",
+    "local@every=30,method=topk,density=0.01:plain": "30, top-k 1 %",
+    "local@every=30,method=powersgd,matrix_rank=4:plain": "30, PowerSGD, rank 4",
+    "local@every=30,warmup=100": "30, warm-up",
+    "local@every=30,warmup=100,lr=2": "30, warm-up, twice the learning rate",
+    "local@every=30,method=qsgd,warmup=100": "30, warm-up, QSGD",
+    f"{SPARSE},warmup=100": "10, warm-up, milder, top-k 1 %, 4 bits",
+}
+RACED = {
+    "noop": "no communication",
+    "powersgd_r4": "every step, PowerSGD, rank 4",
+    "topk@density=0.002": "every step, top-k 0.2 %",
+    "local@every=30,method=qsgd": "30, QSGD",
+    SPARSE: LOCAL[SPARSE],
+}
+TRAINED = {"mlp 4": "MLP, points", "mlp 8": "MLP, 8 ranks", "transformer 4": "transformer, AdamW, bits"}
+#: contenders of experiments/results/methods-accuracy.json and methods-times.json -> names on the page
+COMPARED = {
+    "noop": "no communication",
+    "dense": "dense",
+    "fp16": "PyTorch's fp16 hook",
+    "qsgd": "QSGD, 4 bits",
+    "blockwise": "blockwise, int8",
+    "blockwise@values=fp8_e4m3": "blockwise, FP8 E4M3",
+    "blockwise@values=int4": "blockwise, int4",
+    "blockwise@values=int4,rotation=true": "blockwise, int4, rotated",
+    "natural": "natural compression",
+    "onebit": "1-bit SGD",
+    "powersgd_r4": "PowerSGD, rank 4",
+    "topk": "top-k, 1 %",
+    "gtopk@density=0.01": "gTop-k, 1 %",
+    "oktopk@density=0.01": "Ok-Topk, 1 %",
+    "arctopk@density=0.01": "ARC-Top-K, 1 %",
+    "scalecom_48x": "ScaleCom, 48x",
+}
 STEPS = {"fnn3": 300, "lenet5": 300}  #: of trainings that are not 1500 steps long
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 
@@ -166,6 +218,29 @@ def nodes(page: str) -> dict[str, Any]:
     }
 
 
+def local_steps(page: str) -> dict[str, Any]:
+    """Return the tables of the page on local steps: gaps, and times with seconds to the target."""
+    found = study.summary(results.load("local-steps"))
+    found["column"] = found.task + " " + found.ranks.astype(str)
+    found["cell"] = [gap_cell(row) for row in found.itertuples()]
+    gaps = wide(found, {"contender": LOCAL}, {"column": TRAINED}).rename(columns={"contender": "exchange"})
+    ratios = found.groupby("contender").ratio.max().reindex(list(LOCAL))
+    gaps.insert(1, "fewer bytes", [rate_of(ratio) for ratio in ratios])
+    runs = results.load("to-accuracy")
+    trained = runs[(runs.kind == "train") & (runs.race == "mlp") & runs.contender.isin(list(RACED))]
+    raced = report.outcomes(pd.concat([trained, results.load("local-steps-race")], ignore_index=True))
+    means = raced.groupby(["contender", "rate"], as_index=False).agg(
+        milliseconds=("milliseconds", "first"), seconds=("seconds", lambda seconds: seconds.mean(skipna=False))
+    )
+    means["cell"] = [
+        f"{row.milliseconds:.0f} ms" + ("" if pd.isna(row.seconds) else f", {row.seconds:.0f} s")
+        for row in means.itertuples()
+    ]
+    rates = {rate: title(rate) for rate in ("1gbit", "100mbit", "20mbit")}
+    times = wide(means, {"contender": RACED}, {"rate": rates}).rename(columns={"contender": "exchange"})
+    return {"gaps": gaps, "times": times}
+
+
 def momentum(page: str) -> dict[str, Any]:
     """Return the picture of "Momentum"."""
     return {"scores": study.picture(results.load("momentum"))}
@@ -218,8 +293,21 @@ def remedy_cell(row: Any) -> str:
     return gap + (f" ({', '.join(notes)})" if notes else "")
 
 
+def compared() -> pd.DataFrame:
+    """Return the table of methods on the same training and links: ratio, gap, and median of a step's time."""
+    found = study.summary(results.load("methods-accuracy"))
+    found["cell"] = [f"{row.score:.2f} %" if pd.isna(row.gap) else signed(row.gap, 2) for row in found.itertuples()]
+    frame = wide(found, {"contender": COMPARED}, {"task": {"mlp": "gap, points"}})
+    ratios = found.set_index("contender").ratio.reindex(list(COMPARED))
+    frame.insert(1, "compression ratio", [rate_of(ratio) for ratio in ratios])
+    timed = report.outcomes(results.load("methods-times"))
+    timed["cell"] = [f"{each:.0f} ms" for each in timed.milliseconds]
+    times = wide(timed, {"contender": COMPARED}, {"rate": {rate: LINKS[rate] for rate in ("1gbit", "100mbit")}})
+    return frame.merge(times, on="contender").rename(columns={"contender": "method"})
+
+
 def results_page(page: str) -> dict[str, Any]:
-    """Return the table of "Results": ratio and loss of each method on both tasks."""
+    """Return the tables of "Results": ratio and loss of each method on both tasks, and newer methods beside older."""
     frame = results.load("training-all-methods")
     text, digits = (frame[frame.task == task].set_index("method") for task in ("bytes", "digits"))
     table = pd.DataFrame(
@@ -231,7 +319,11 @@ def results_page(page: str) -> dict[str, Any]:
         }
         for method, row in text.iterrows()
     )
-    return {"methods_table": table.iloc[1:], "dense": {"digits": digits.score["none"], "text": text.score["none"]}}
+    return {
+        "compared": compared(),
+        "methods_table": table.iloc[1:],
+        "dense": {"digits": digits.score["none"], "text": text.score["none"]},
+    }
 
 
 def wide(frame: pd.DataFrame, index: dict[str, dict[str, str]], columns: dict[str, dict[str, str]]) -> pd.DataFrame:
