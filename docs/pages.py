@@ -221,6 +221,7 @@ def nodes(page: str) -> dict[str, Any]:
 def local_steps(page: str) -> dict[str, Any]:
     """Return the tables of the page on local steps: gaps, and times with seconds to the target."""
     found = study.summary(results.load("local-steps"))
+    found = found[found.seeds > 1].copy()
     found["column"] = found.task + " " + found.ranks.astype(str)
     found["cell"] = [gap_cell(row) for row in found.itertuples()]
     gaps = wide(found, {"contender": LOCAL}, {"column": TRAINED}).rename(columns={"contender": "exchange"})
