@@ -125,7 +125,7 @@ LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 
 def which_method(page: str) -> dict[str, Any]:
     """Return the tables, the numbers and the picture of "Which method?"."""
-    frame = times()
+    frame = times(results.load("to-accuracy"))
     host = frame[(frame.device == "cpu") & (frame.driver == "ddp")]
     one = host[(host.rate == "1gbit") & host.race.isin(list(RACES))]
     mlp = host[host.race == "mlp"]
@@ -142,10 +142,10 @@ def readme(page: str) -> dict[str, Any]:
     return {name: value for name, value in which_method(page).items() if not isinstance(value, Figure)}
 
 
-def times() -> pd.DataFrame:
+def times(records: pd.DataFrame) -> pd.DataFrame:
     """Return a row per training, link and contender. ``assumed``: seconds are those of dense training's steps."""
     where = ["race", "driver", "rate", "device"]
-    runs = report.outcomes(results.load("to-accuracy"))
+    runs = report.outcomes(records)
     # auto is its method where compression is kept, and was timed as such where it is given up
     runs.loc[runs.contender.isin(COMPRESSED) & (runs.rate != "10gbit"), "contender"] = "auto"
     dense = runs[runs.contender == "dense"].set_index([*where, "seed"]).seconds.rename("dense_seconds")
@@ -229,17 +229,14 @@ def local_steps(page: str) -> dict[str, Any]:
     gaps.insert(1, "fewer bytes", [rate_of(ratio) for ratio in ratios])
     runs = results.load("to-accuracy")
     trained = runs[(runs.kind == "train") & (runs.race == "mlp") & runs.contender.isin(list(RACED))]
-    raced = report.outcomes(pd.concat([trained, results.load("local-steps-race")], ignore_index=True))
-    means = raced.groupby(["contender", "rate"], as_index=False).agg(
-        milliseconds=("milliseconds", "first"), seconds=("seconds", lambda seconds: seconds.mean(skipna=False))
-    )
-    means["cell"] = [
+    raced = times(pd.concat([trained, results.load("local-steps-race")], ignore_index=True))
+    raced["cell"] = [
         f"{row.milliseconds:.0f} ms" + ("" if pd.isna(row.seconds) else f", {row.seconds:.0f} s")
-        for row in means.itertuples()
+        for row in raced.itertuples()
     ]
     rates = {rate: title(rate) for rate in ("1gbit", "100mbit", "20mbit")}
-    times = wide(means, {"contender": RACED}, {"rate": rates}).rename(columns={"contender": "exchange"})
-    return {"gaps": gaps, "times": times}
+    timed = wide(raced, {"contender": RACED}, {"rate": rates}).rename(columns={"contender": "exchange"})
+    return {"gaps": gaps, "times": timed}
 
 
 def momentum(page: str) -> dict[str, Any]:
@@ -303,8 +300,8 @@ def compared() -> pd.DataFrame:
     frame.insert(1, "compression ratio", [rate_of(ratio) for ratio in ratios])
     timed = report.outcomes(results.load("methods-times"))
     timed["cell"] = [f"{each:.0f} ms" for each in timed.milliseconds]
-    times = wide(timed, {"contender": COMPARED}, {"rate": {rate: LINKS[rate] for rate in ("1gbit", "100mbit")}})
-    return frame.merge(times, on="contender").rename(columns={"contender": "method"})
+    steps = wide(timed, {"contender": COMPARED}, {"rate": {rate: LINKS[rate] for rate in ("1gbit", "100mbit")}})
+    return frame.merge(steps, on="contender").rename(columns={"contender": "method"})
 
 
 def results_page(page: str) -> dict[str, Any]:
