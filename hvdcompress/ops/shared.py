@@ -173,6 +173,21 @@ def between(levels: NumpyArray) -> NumpyArray:
     return (levels[:-1].astype(np.float64) / 2 + levels[1:].astype(np.float64) / 2).astype(np.float32)
 
 
+def level_edges(levels: NumpyArray, nearest: bool) -> NumpyArray:
+    """Return the numbers [m − 1] float32 such that the index of a number's level is how many of them are below it.
+
+    Args:
+        levels: ascending [m] float32.
+        nearest: the level that is nearest to the number; otherwise the largest level that is not above it.
+    """
+    return between(levels) if nearest else np.nextafter(levels[1:], np.float32(-np.inf))
+
+
+def filled(table: NumpyArray, size: int, value: float = np.inf) -> NumpyArray:
+    """Extend a table [m] float32 to ``size`` entries."""
+    return np.concatenate([table, np.full(size - table.size, value, np.float32)])
+
+
 _ROUNDS = 4  # four Feistel rounds give a pseudorandom permutation (Luby & Rackoff 1988)
 
 

@@ -652,6 +652,17 @@ class Ops(Protocol):
     def permute(self, x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
         """Reshape ``x`` [n] to ``shape``, transpose its axes, and return it flat [n]; may be a view."""
 
+    def hadamard(self, x: Array, block: int) -> Array:
+        """Multiply each block of ``x`` [n] by the orthonormal Hadamard matrix H[i, j] = (−1)^popcount(i & j) / √block.
+
+        Elements are multiplied by 1/√block in float32; then one pass for each bit of the index, from the lowest one,
+        replaces the elements a, where the bit is 0, and b, where it is 1, by a + b and a − b.
+
+        Args:
+            x: [n], where n is a multiple of ``block``.
+            block: Block length, a power of two.
+        """
+
     def matmul(self, a: Array, b: Array, rows: int, columns: int) -> Array:
         """Return a · b [rows × columns], to rounding, for a [rows × m] and b [m × columns]."""
 

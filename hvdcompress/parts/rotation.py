@@ -30,23 +30,12 @@ def rotate(x: Array, block: int, ctx: Context, ops: Ops) -> Array:
     """Return the transform [padded_size(n, block)] of x [n], followed by zeros up to whole blocks."""
     missing = padded_size(len(x), block) - len(x)
     x = ops.concat([x, ops.zeros(missing, "float32", like=x)]) if missing else x
-    return _hadamard(x * signs(len(x), ctx, x, ops), block, ops)
+    return ops.hadamard(x * signs(len(x), ctx, x, ops), block)
 
 
 def rotate_back(y: Array, n: int, block: int, ctx: Context, ops: Ops) -> Array:
     """Undo :func:`rotate`: return x [n]."""
-    return (_hadamard(y, block, ops) * signs(len(y), ctx, y, ops))[:n]
-
-
-def _hadamard(x: Array, block: int, ops: Ops) -> Array:
-    """Multiply each block by H. Each pass pairs neighbours, and moves the paired bit of the index to the front."""
-    x = x * np.float32(block**-0.5).item()
-    size = 1
-    while size < block:
-        even, odd = x[::2], x[1::2]
-        x = ops.concat([even + odd, even - odd])
-        size *= 2
-    return ops.permute(x, (block, len(x) // block), (1, 0))
+    return (ops.hadamard(y, block) * signs(len(y), ctx, y, ops))[:n]
 
 
 def signs(n: int, ctx: Context, like: Array, ops: Ops) -> Array:

@@ -39,7 +39,7 @@ from hvdcompress.ops.numba.floats import (
     to_fp16,
 )
 from hvdcompress.ops.numba.levels import decode_levels, encode_levels
-from hvdcompress.ops.numba.matrices import coordinates, matmul, matmul_transposed, orthonormalise
+from hvdcompress.ops.numba.matrices import coordinates, hadamard, matmul, matmul_transposed, orthonormalise
 from hvdcompress.ops.numba.memory import stamp, take, take_by_age
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
@@ -82,7 +82,7 @@ __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
     "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "decode_levels", "dense",
     "dequantize", "distinct_indices", "elias_fano", "encode_levels", "fill", "find_bits", "first_above", "first_equal",
-    "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype",
+    "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "hadamard", "head_bytes", "index_dtype",
     "index_range", "inspect", "irfft", "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of",
     "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits",
     "pack_fields", "pack_signs", "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes",

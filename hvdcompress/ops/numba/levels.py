@@ -10,7 +10,7 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import levels as kernels
 from hvdcompress.ops.numba.arrays import plain
 from hvdcompress.ops.numba.threads import in_ranges
-from hvdcompress.ops.shared import between
+from hvdcompress.ops.shared import filled, level_edges
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 
@@ -22,7 +22,7 @@ def encode_levels(
         return reference.encode_levels(x, norms, bucket, levels, bits, key, out)
     edges, least = _search_tables(levels.tobytes(), bits, key is None)
     random = key is not None, np.uint32(0) if key is None else key[0]
-    given = x, norms, bucket, edges, least, _filled(levels, (1 << bits) + 1), bits, *random, codes
+    given = x, norms, bucket, edges, least, filled(levels, (1 << bits) + 1), bits, *random, codes
     in_ranges(lambda start, stop: kernels.encode(*given, start, stop), x.size, kernels.BLOCK)
     return codes
 
@@ -33,7 +33,7 @@ def decode_levels(buffer: Array, norms: Array, bucket: int, levels: Array, bits:
     if buffer.size < -(-count * bits // 8):
         return reference.decode_levels(buffer, norms, bucket, levels, bits, count)
     out = np.empty(count, np.float32)
-    given = buffer, norms.view(np.int32), bucket, _filled(levels, 1 << bits, levels[-1]), bits, out
+    given = buffer, norms.view(np.int32), bucket, filled(levels, 1 << bits, levels[-1]), bits, out
     in_ranges(lambda start, stop: kernels.decode(*given, start, stop), count, kernels.BLOCK)
     return out
 
@@ -42,16 +42,11 @@ def decode_levels(buffer: Array, norms: Array, bucket: int, levels: Array, bits:
 def _search_tables(table: bytes, bits: int, nearest: bool) -> tuple[Array, Array]:
     """Return ``edges`` and ``least`` of ``kernels.encode`` for a table of levels, float32 as bytes."""
     levels = np.frombuffer(table, np.float32)
-    edges = between(levels) if nearest else np.nextafter(levels[1:], np.float32(-np.inf))
+    edges = level_edges(levels, nearest)
     # Of the 2^16 floats that share their upper bits, those with the lower bits 0 and 0xFFFF are the ends
     ends = (np.arange(1 << 16, dtype=np.uint32) << 16 | np.array([[0], [0xFFFF]], np.uint32)).view(np.float32)
     below = np.searchsorted(edges, ends)
     finite = np.isfinite(ends).all(axis=0)
     alone = (np.abs(below[1] - below[0]) <= 1)[finite].all()
     least = below.min(axis=0).astype(np.uint16) if alone else np.empty(0, np.uint16)
-    return _filled(edges, 1 << bits), least
-
-
-def _filled(table: Array, size: int, value: float = np.inf) -> Array:
-    """Extend a table to ``size`` entries."""
-    return np.concatenate([table, np.full(size - table.size, value, np.float32)])
+    return filled(edges, 1 << bits), least

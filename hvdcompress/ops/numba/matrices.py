@@ -7,6 +7,7 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import matrices as kernels
 from hvdcompress.ops.numba.arrays import plain
+from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.numpy.matrices import drawn
 from hvdcompress.ops.shared import NEGLIGIBLE, SPANNED
 from hvdcompress.ops.vectors import NumpyArray as Array
@@ -29,6 +30,15 @@ def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
     out = np.empty((rows, columns), np.float32)
     kernels.products(a.reshape(rows, -1), b.reshape(columns, -1), out)
     return out.ravel()
+
+
+def hadamard(x: Array, block: int) -> Array:
+    if not plain(x):
+        return reference.hadamard(x, block)
+    out = np.empty_like(x)
+    scale = np.float32(block**-0.5)
+    in_ranges(lambda start, stop: kernels.hadamard(x[start:stop], scale, block, out[start:stop]), x.size, block)
+    return out
 
 
 def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:

@@ -45,6 +45,7 @@ from hvdcompress.ops.numpy.levels import decode_levels, encode_levels
 from hvdcompress.ops.numpy.matrices import (
     combine,
     coordinates,
+    hadamard,
     matmul,
     matmul_transposed,
     orthonormalise,
@@ -85,7 +86,7 @@ __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
     "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "decode_levels", "dense",
     "dequantize", "distinct_indices", "elias_fano", "encode_levels", "fill", "find_bits", "first_above", "first_equal",
-    "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype",
+    "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "hadamard", "head_bytes", "index_dtype",
     "index_range", "inspect", "irfft", "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of",
     "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits",
     "pack_fields", "pack_signs", "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes",

@@ -18,11 +18,9 @@ from hvdcompress.ops.torch import (
     combine,
     concat,
     coordinates,
-    decode_levels,
     dense,
     distinct_indices,
     elias_fano,
-    encode_levels,
     fill,
     find_bits,
     float_bounds,
@@ -74,7 +72,8 @@ from hvdcompress.ops.triton.arithmetic import (
 from hvdcompress.ops.triton.bits import pack_bits, unpack_bits
 from hvdcompress.ops.triton.codes import dequantize, pack_signs, quantize, quantize_max, uniform, unpack_signs
 from hvdcompress.ops.triton.floats import from_bf16, from_fp16, to_bf16, to_fp16
-from hvdcompress.ops.triton.matrices import orthonormalise
+from hvdcompress.ops.triton.levels import decode_levels, encode_levels
+from hvdcompress.ops.triton.matrices import hadamard, orthonormalise
 from hvdcompress.ops.triton.selection import chunk_argmax, count_above, first_above, first_equal, top_k
 from hvdcompress.ops.triton.statistics import all_finite, moments
 
@@ -82,7 +81,7 @@ __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
     "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "decode_levels", "dense",
     "dequantize", "distinct_indices", "elias_fano", "encode_levels", "fill", "find_bits", "first_above", "first_equal",
-    "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype",
+    "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "hadamard", "head_bytes", "index_dtype",
     "index_range", "inspect", "irfft", "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of",
     "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits",
     "pack_fields", "pack_signs", "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes",

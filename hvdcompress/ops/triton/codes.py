@@ -25,7 +25,7 @@ def quantize(x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray, ou
     if not plain(x) or not plain(norms) or not plain_bytes(codes):
         return general.quantize(x, norms, bucket, bits, key, out)
     given = x, norms, codes, word(key), n, len(codes)
-    launch(kernels.quantize, blocks(n), x, *given, BUCKET=_bucket(bucket, norms, n), BITS=bits, ROWS=ROWS)
+    launch(kernels.quantize, blocks(n), x, *given, BUCKET=bucket_constant(bucket, norms, n), BITS=bits, ROWS=ROWS)
     return codes
 
 
@@ -38,7 +38,7 @@ def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) 
     if not plain_bytes(buffer) or not plain(norms) or not count:
         return general.dequantize(buffer, norms, bucket, bits, count)
     out = empty(count, torch.float32, buffer)
-    constants = {"BUCKET": _bucket(bucket, norms, count), "BITS": bits, "ADD": False, "ROWS": ROWS}
+    constants = {"BUCKET": bucket_constant(bucket, norms, count), "BITS": bits, "ADD": False, "ROWS": ROWS}
     launch(kernels.dequantize, blocks(count), buffer, buffer, norms, out, count, len(buffer), **constants)
     return out
 
@@ -49,7 +49,7 @@ def word(key: NumpyArray) -> int:
     return word - (word >> 31 << 32)
 
 
-def _bucket(bucket: int, norms: Array, n: int) -> int:
+def bucket_constant(bucket: int, norms: Array, n: int) -> int:
     """Return the bucket size for a kernel, or 0 if there is only one bucket, so that the kernel need not divide.
 
     Raises:

@@ -34,6 +34,8 @@ def subtracted(o: Any, put: Any, p: np.ndarray, q: np.ndarray, count: int, facto
 
 call("permute")(lambda o, put, x, r: o.permute(put(x), (x.size, 1), (1, 0)))
 call("permute")(lambda o, put, x, r: o.permute(put(tame(x, 12)), (2, tame(x, 12).size // 12, 3, 2), (2, 3, 1, 0)))
+for block in (1, 2, 8, 64, 2048):
+    call("hadamard")(lambda o, put, x, r, b=block: o.hadamard(put(x[: x.size // b * b]), b))
 for count in (1, 2, 3, 4, 5, 9):
     for factor, scale in ((1.0, 1.0), (0.3, 1.0), (1.0, 1 / 3), (0.1, 0.7)):
         call("write")(
@@ -62,6 +64,13 @@ def test_permute_moves_each_element(backend: Any, shape: tuple[int, ...], axes: 
     moved = host(backend.permute(Put(backend)(x), shape, axes)).reshape([shape[a] for a in axes])
     for place in np.ndindex(*shape):
         assert moved[tuple(place[a] for a in axes)] == x.reshape(shape)[place]
+
+
+def test_hadamard_multiplies_each_block_by_its_matrix(backend: Any) -> None:
+    x = vector("normal", 48)
+    ones = np.array([[(i & j).bit_count() for j in range(16)] for i in range(16)])
+    found = array(backend.hadamard(Put(backend)(x), 16))
+    np.testing.assert_allclose(found, ((-1.0) ** ones / 4 @ x.reshape(3, 16).T).T.ravel(), atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ for file in sorted(Path(__file__).parent.glob("test_ops_*.py")):  # they registe
     importlib.import_module(f"tests.unit.ops.{file.stem}")
 ROOT = Path(hvdcompress.__file__).parents[1]
 DEVICE = device_of(triton_ops)
-SUBJECTS = ("arithmetic", "bits", "codes", "floats", "matrices", "selection", "statistics")
+SUBJECTS = ("arithmetic", "bits", "codes", "floats", "levels", "matrices", "selection", "statistics")
 
 # -- what kernels are compiled to -------------------------------------------------------------------------------
 

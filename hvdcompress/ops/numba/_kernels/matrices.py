@@ -264,3 +264,20 @@ def to_length_1(row, least):
     for j in range(row.size):
         row[j] = row[j] / length if length > least else 0.0
     return length > least
+
+
+@compiled
+def hadamard(x, scale, block, out):
+    """Set out = H·x for each block."""
+    for start in range(0, x.size, block):
+        y = out[start : start + block]
+        for i in range(block):
+            y[i] = x[start + i] * scale
+        apart = 1
+        while apart < block:
+            for low in range(0, block, 2 * apart):
+                for i in range(low, low + apart):
+                    a, b = y[i], y[i + apart]
+                    y[i] = a + b
+                    y[i + apart] = a - b
+            apart *= 2
