@@ -268,16 +268,31 @@ def to_length_1(row, least):
 
 @compiled
 def hadamard(x, scale, block, out):
-    """Set out = H·x for each block."""
+    """Set out = H·x for each block. The first three passes are one, in registers; then two passes at a time are one."""
     for start in range(0, x.size, block):
         y = out[start : start + block]
         for i in range(block):
             y[i] = x[start + i] * scale
         apart = 1
+        if block >= 8:
+            for i in range(0, block, 8):
+                a, b, c, d, e, f, g, h = y[i], y[i + 1], y[i + 2], y[i + 3], y[i + 4], y[i + 5], y[i + 6], y[i + 7]
+                a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
+                a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
+                y[i], y[i + 1], y[i + 2], y[i + 3] = a + e, b + f, c + g, d + h
+                y[i + 4], y[i + 5], y[i + 6], y[i + 7] = a - e, b - f, c - g, d - h
+            apart = 8
+        while 2 * apart < block:
+            for low in range(0, block, 4 * apart):
+                p, q, r, s = y[low:], y[low + apart :], y[low + 2 * apart :], y[low + 3 * apart :]
+                for i in range(apart):
+                    a, b, c, d = p[i] + q[i], p[i] - q[i], r[i] + s[i], r[i] - s[i]
+                    p[i], q[i], r[i], s[i] = a + c, b + d, a - c, b - d
+            apart *= 4
         while apart < block:
             for low in range(0, block, 2 * apart):
-                for i in range(low, low + apart):
-                    a, b = y[i], y[i + apart]
-                    y[i] = a + b
-                    y[i + apart] = a - b
+                p, q = y[low:], y[low + apart :]
+                for i in range(apart):
+                    a, b = p[i], q[i]
+                    p[i], q[i] = a + b, a - b
             apart *= 2
