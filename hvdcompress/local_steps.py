@@ -255,7 +255,7 @@ class LocalSteps:
         schedule = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing, "warmup": warmup}
         for fragment in self.fragments:
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
-            fragment.compressor.require_equal(local_steps={**schedule, "outer": outer and dict(outer)})
+            fragment.compressor.require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
             if "optimizer_momentum" in {**(method if isinstance(method, Mapping) else {}), **settings}:
                 fragment.compressor.use_optimizer(self.outer)
             elif fragment.compressor.ignore_optimizers() and self.outer.defaults["momentum"] and not self._network.rank:

@@ -63,7 +63,7 @@ def context(page: str) -> dict[str, Any]:
 
 def one_exchange(page: str) -> dict[str, Any]:
     """Return the tables of ``docs/templates/one-exchange.md``."""
-    return {"codec": _codec(), "exchange": _exchange()}
+    return {"codec": _codec(), "gpu": _codec_gpu(), "exchange": _exchange()}
 
 
 def two_levels() -> dict[str, Any]:
@@ -126,6 +126,11 @@ def _codec() -> pd.DataFrame:
         "another implementation": others["copies"].map(number) + " (" + others["peer"].map(PEERS) + ")",
     }
     return pd.DataFrame(columns).loc[CODECS].rename_axis("method").reset_index()
+
+
+def _codec_gpu() -> pd.DataFrame:
+    frame = results.load("codec-cuda").set_index("method")
+    return frame[["encode", "decode", "apply", "copies"]].map(number).rename(columns={"copies": "all"}).reset_index()
 
 
 def _exchange() -> pd.DataFrame:
