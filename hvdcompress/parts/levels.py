@@ -49,19 +49,12 @@ BLOCK = 256  #: values per scale, unless another number is given
 
 
 class Format(NamedTuple):
-    """Number format.
+    """Number format."""
 
-    Attributes:
-        bits: bits per value.
-        code: the format in the wire header.
-        positive: function that returns the positive levels, ascending.
-        scaled: whether values are divided by the scale of their block.
-    """
-
-    bits: int
-    code: int
-    positive: Callable[[], NumpyArray]
-    scaled: bool = True
+    bits: int  #: bits per value
+    code: int  #: the format in the wire header
+    positive: Callable[[], NumpyArray]  #: returns the positive levels, ascending
+    scaled: bool = True  #: whether values are divided by the scale of their block
 
 
 def _float8(mantissa: int, bias: int, last: int) -> NumpyArray:
