@@ -90,6 +90,10 @@ LOCAL = {
     "local@every=30,warmup=100": "30, warm-up",
     "local@every=30,warmup=100,lr=2": "30, warm-up, twice the learning rate",
     "local@every=30,method=qsgd,warmup=100": "30, warm-up, QSGD",
+    f"local@every=30,warmup=100,{OUTER}": "30, warm-up, milder",
+    "local@every=30,warmup=250": "30, warm-up of half",
+    f"local@every=30,warmup=250,{OUTER}": "30, warm-up of half, milder",
+    f"local@every=30,warmup=250,method=qsgd,{OUTER}": "30, warm-up of half, milder, QSGD",
     f"{SPARSE},warmup=100": "10, warm-up, milder, top-k 1 %, 4 bits",
 }
 RACED = {
@@ -99,7 +103,20 @@ RACED = {
     "local@every=30,method=qsgd": "30, QSGD",
     SPARSE: LOCAL[SPARSE],
 }
-TRAINED = {"mlp 4": "MLP, points", "mlp 8": "MLP, 8 ranks", "transformer 4": "transformer, AdamW, bits"}
+STREAM = "fragments=6,delay=4,mixing=0.5"
+STREAMED = {
+    "noop": "no communication",
+    "local@every=30,method=qsgd": "30, QSGD",
+    f"local@every=30,method=qsgd,{STREAM}": "… streamed",
+    f"local@every=30,method=topk,density=0.03,values=qsgd4,{OUTER}": "30, milder, top-k 3 %, 4 bits",
+    f"local@every=30,method=topk,density=0.03,values=qsgd4,{OUTER},{STREAM}": "… streamed",
+}
+TRAINED = {
+    "mlp 4": "MLP, points",
+    "mlp 8": "MLP, 8 ranks",
+    "transformer 4": "transformer, AdamW, bits",
+    "transformer 4 decays": "rate decays",
+}
 #: contenders of experiments/results/methods-accuracy.json and methods-times.json -> names on the page
 COMPARED = {
     "noop": "no communication",
@@ -112,6 +129,7 @@ COMPARED = {
     "blockwise@values=int4,rotation=true": "blockwise, int4, rotated",
     "natural": "natural compression",
     "onebit": "1-bit SGD",
+    "onebit_adam": "signSGD after 100 dense steps",
     "powersgd_r4": "PowerSGD, rank 4",
     "topk": "top-k, 1 %",
     "gtopk@density=0.01": "gTop-k, 1 %",
@@ -153,6 +171,8 @@ def times(records: pd.DataFrame) -> pd.DataFrame:
     runs["of_dense"] = runs.seconds / runs.dense_seconds
     frame = runs.groupby([*where, "contender"], sort=False, as_index=False).agg(
         milliseconds=("milliseconds", "first"),
+        p95=("p95", "first"),
+        longest=("longest", "first"),
         seeds=("seed", "count"),
         seconds=("seconds", lambda seconds: seconds.mean(skipna=False)),
         of_dense=("of_dense", "mean"),
@@ -222,7 +242,7 @@ def local_steps(page: str) -> dict[str, Any]:
     """Return the tables of the page on local steps: gaps, and times with seconds to the target."""
     found = study.summary(results.load("local-steps"))
     found = found[found.seeds > 1].copy()
-    found["column"] = found.task + " " + found.ranks.astype(str)
+    found["column"] = found.task + " " + found.ranks.astype(str) + found.decays.map({False: "", True: " decays"})
     found["cell"] = [gap_cell(row) for row in found.itertuples()]
     gaps = wide(found, {"contender": LOCAL}, {"column": TRAINED}).rename(columns={"contender": "exchange"})
     ratios = found.groupby("contender").ratio.max().reindex(list(LOCAL))
@@ -236,7 +256,16 @@ def local_steps(page: str) -> dict[str, Any]:
     ]
     rates = {rate: title(rate) for rate in ("1gbit", "100mbit", "20mbit")}
     timed = wide(raced, {"contender": RACED}, {"rate": rates}).rename(columns={"contender": "exchange"})
-    return {"gaps": gaps, "times": timed}
+    return {"gaps": gaps, "times": timed, "streams": streams()}
+
+
+def streams() -> pd.DataFrame:
+    """Return the table of streaming at 100 Mbit/s: milliseconds of steps, and seconds to the target."""
+    found = times(results.load("local-steps-times")).set_index("contender").loc[list(STREAMED)]
+    shown = found[["milliseconds", "p95", "longest"]].map("{:.0f} ms".format)
+    shown.columns = ["a step", "95th percentile", "longest"]
+    shown["seconds to 84 %"] = ["–" if pd.isna(each) else f"{each:.0f}" for each in found.seconds]
+    return shown.rename(index=STREAMED).rename_axis("exchange").reset_index()
 
 
 def momentum(page: str) -> dict[str, Any]:
@@ -292,16 +321,30 @@ def remedy_cell(row: Any) -> str:
 
 
 def compared() -> pd.DataFrame:
-    """Return the table of methods on the same training and links: ratio, gap, and median of a step's time."""
+    """Return the table of methods on the same trainings and links: ratio, gaps, and median of a step's time."""
     found = study.summary(results.load("methods-accuracy"))
-    found["cell"] = [f"{row.score:.2f} %" if pd.isna(row.gap) else signed(row.gap, 2) for row in found.itertuples()]
-    frame = wide(found, {"contender": COMPARED}, {"task": {"mlp": "gap, points"}})
-    ratios = found.set_index("contender").ratio.reindex(list(COMPARED))
+    found = found[found.contender != "dense:cancelled"].copy()
+    found["contender"] = found.contender.str.removesuffix(":cancelled")  # beta1 = 0, as auto has it
+    found["cell"] = [
+        f"{row.score:.2f} {row.unit}" if pd.isna(row.gap) else signed(row.gap, 2) for row in found.itertuples()
+    ]
+    frame = wide(found, {"contender": COMPARED}, {"task": {"mlp": "MLP, points", "transformer": "transformer, bits"}})
+    ratios = found.sort_values("task").groupby("contender").ratio.first().reindex(list(COMPARED))
     frame.insert(1, "compression ratio", [rate_of(ratio) for ratio in ratios])
     timed = report.outcomes(results.load("methods-times"))
     timed["cell"] = [f"{each:.0f} ms" for each in timed.milliseconds]
     steps = wide(timed, {"contender": COMPARED}, {"rate": {rate: LINKS[rate] for rate in ("1gbit", "100mbit")}})
     return frame.merge(steps, on="contender").rename(columns={"contender": "method"})
+
+
+def sent() -> pd.DataFrame:
+    """Return the table of what a rank sends of ResNet-50's gradients among 2, 4 and 8 emulated hosts."""
+    frame = results.load("bench-sparse")
+    frame = frame[frame.sent.notna()].copy()
+    frame["cell"] = [f"{row.sent / 1e6:.2f}, {row.on_wire / 1e6:.2f} MB" for row in frame.itertuples()]
+    names = {name: name for name in frame.contender.unique()}
+    table = wide(frame, {"contender": names}, {"hosts": {n: f"{n} hosts" for n in (2, 4, 8)}})
+    return table.rename(columns={"contender": "method"})
 
 
 def results_page(page: str) -> dict[str, Any]:
@@ -319,12 +362,13 @@ def results_page(page: str) -> dict[str, Any]:
     )
     return {
         "compared": compared(),
+        "sent": sent(),
         "methods_table": table.iloc[1:],
         "dense": {"digits": digits.score["none"], "text": text.score["none"]},
     }
 
 
-def wide(frame: pd.DataFrame, index: dict[str, dict[str, str]], columns: dict[str, dict[str, str]]) -> pd.DataFrame:
+def wide(frame: pd.DataFrame, index: dict[str, dict[str, str]], columns: dict[str, dict[Any, str]]) -> pd.DataFrame:
     """Return a table of the column ``cell``: {column of the frame: {value: name}} for its rows and its columns."""
     ((row, rows),) = index.items()
     ((column, names),) = columns.items()

@@ -9,6 +9,9 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from experiments.momentum import report as study
+from experiments.report import results
+
 DATA = Path(__file__).with_suffix(".yaml")
 
 
@@ -19,12 +22,15 @@ def peers() -> list[dict[str, Any]]:
 
 
 def migrate(page: str) -> dict[str, Any]:
-    """Return a table per peer, and which versions the tables are of."""
+    """Return a table per peer, which versions the tables are of, and gaps of signs with AdamW, by form."""
     tables = {
         one["peer"]: pd.DataFrame([{one["peer"]: theirs(row), "here": ours(row)} for row in one["methods"]])
         for one in peers()
     }
-    return {"peers": tables, "read": ", ".join(one["read"] for one in peers())}
+    found = study.summary(results.load("methods-accuracy")).set_index("contender")
+    signs = {form: found.loc[f"onebit_adam:{form}"] for form in ("cancelled", "plain")}
+    gaps = {form: f"{row.gap:+.2f} ± {row.high - row.gap:.2f}".replace("-", "−") for form, row in signs.items()}
+    return {"peers": tables, "read": ", ".join(one["read"] for one in peers()), "onebit": gaps}
 
 
 def theirs(row: dict[str, Any]) -> str:

@@ -151,7 +151,7 @@ def test_the_rotation_is_a_hadamard_matrix_and_is_undone(n: int) -> None:
     y = rotation.rotate(x, block, context(), ops)
     assert len(y) == rotation.padded_size(n, block) == 8 * math.ceil(n / 8)
     np.testing.assert_allclose(rotation.rotate_back(y, n, block, context(), ops), x, atol=1e-6)
-    signs = rotation.signs(len(y), context(), x, ops)
+    signs = np.tile(rotation.signs(block, context(), x, ops), len(y) // block)
     matrix = np.array([[(-1.0) ** (a & b).bit_count() for a in range(block)] for b in range(block)])
     padded = np.concatenate([x, np.zeros(len(y) - n)]) * signs
     np.testing.assert_allclose(y.reshape(-1, block), padded.reshape(-1, block) @ matrix / math.sqrt(block), atol=1e-5)
