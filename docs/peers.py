@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import yaml
+from pages import gap_cell
 
 from experiments.momentum import report as study
 from experiments.report import results
@@ -28,8 +29,7 @@ def migrate(page: str) -> dict[str, Any]:
         for one in peers()
     }
     found = study.summary(results.load("methods-accuracy")).set_index("contender")
-    signs = {form: found.loc[f"onebit_adam:{form}"] for form in ("cancelled", "plain")}
-    gaps = {form: f"{row.gap:+.2f} ± {row.high - row.gap:.2f}".replace("-", "−") for form, row in signs.items()}
+    gaps = {form: gap_cell(found.loc[f"onebit_adam:{form}"]) for form in ("cancelled", "plain")}
     return {"peers": tables, "read": ", ".join(one["read"] for one in peers()), "onebit": gaps}
 
 

@@ -318,6 +318,19 @@ def inverse_scale(length: int, block: int) -> float:
 # -- matrices -------------------------------------------------------------------------------------------------------
 
 
+def hadamard(x: Array, block: int) -> Array:
+    """See :class:`~hvdcompress.ops.spec.Ops`."""
+    x = x * float(np.float32(block**-0.5))
+    apart = 1
+    while apart < block:
+        pairs = x.reshape(-1, 2, apart)  # a view
+        sums = pairs[:, 0] + pairs[:, 1]
+        pairs[:, 1] = pairs[:, 0] - pairs[:, 1]
+        pairs[:, 0] = sums
+        apart *= 2
+    return x
+
+
 def matmul(a: Array, b: Array, rows: int, columns: int) -> Array:
     """See :class:`~hvdcompress.ops.spec.Ops`."""
     return (a.reshape(rows, -1) @ b.reshape(-1, columns)).ravel()

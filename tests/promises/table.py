@@ -83,15 +83,11 @@ QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("tensorflow", "mpi-3"): (),
     ("tensorflow", "gloo-2"): (),
-    ("mpi", "alone"): (*_SOME, "state_is_restored_to_the_bit"),
+    ("mpi", "alone"): (*_SOME, "results_are_the_loopbacks", "state_is_restored_to_the_bit"),
     ("mpi", "mpirun-3"): (*_SOME, *_OF_EVERY_METHOD, "another_number_of_ranks_takes_over", "odd_shapes_go_through"),
     ("mpi", "mpirun-4"): (),
     ("mpi", "mpirun-2x2"): (*_WITH_TWO_LEVELS, "sums_are_the_loopbacks", *_NODES),
 }
-
-
-#: (driver, launch) -> the promises that are tried there only with --slow: three ranks of MPI try them, too
-SLOW: dict[tuple[str, str], tuple[str, ...]] = {("mpi", "mpirun-2"): _OF_EVERY_METHOD}
 
 
 @dataclass(frozen=True)
@@ -200,7 +196,7 @@ def names_in(driver: str, launch: str) -> list[str]:
 
 def is_slow(driver: str, launch: str, name: str) -> bool:
     """Whether a promise or a case is tried in a launch only with --slow."""
-    return name not in QUICK.get((driver, launch), (name,)) or name in SLOW.get((driver, launch), ())
+    return name not in QUICK.get((driver, launch), (name,))
 
 
 def keep(promise: Promise, driver: Any) -> None:

@@ -8,33 +8,16 @@ import numpy as np
 
 from hvdcompress.ops.numpy.codes import uniform
 from hvdcompress.ops.numpy.statistics import fold
-from hvdcompress.ops.shared import NEGLIGIBLE, SPANNED, centred, combined, matmul, matmul_transposed
+from hvdcompress.ops.shared import NEGLIGIBLE, SPANNED, centred, combined, hadamard, matmul, matmul_transposed
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 __all__ = [
-    "combine",
-    "coordinates",
-    "hadamard",
-    "matmul",
-    "matmul_transposed",
-    "orthonormalise",
-    "permute",
-    "principal",
-]
+    "combine", "coordinates", "hadamard", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal",
+]  # fmt: skip
 
 
 def permute(x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
     return x.reshape(shape).transpose(axes).ravel()
-
-
-def hadamard(x: Array, block: int) -> Array:
-    x = x * np.float32(block**-0.5)
-    apart = 1
-    while apart < block:
-        pairs = x.reshape(-1, 2, apart)
-        x = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).ravel()
-        apart *= 2
-    return x
 
 
 def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:

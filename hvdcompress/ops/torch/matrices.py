@@ -7,35 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed
+from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, hadamard, matmul, matmul_transposed
 from hvdcompress.ops.torch.codes import uniform
-from hvdcompress.ops.torch.tensors import f32
 from hvdcompress.ops.vectors import Array, NumpyArray
 
 __all__ = [
-    "combine",
-    "coordinates",
-    "hadamard",
-    "matmul",
-    "matmul_transposed",
-    "orthonormalise",
-    "permute",
-    "principal",
-]
+    "combine", "coordinates", "hadamard", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal",
+]  # fmt: skip
 
 
 def permute(x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
     return x.view(shape).permute(axes).reshape(-1)
-
-
-def hadamard(x: Array, block: int) -> Array:
-    x = x * f32(block**-0.5)
-    apart = 1
-    while apart < block:
-        pairs = x.view(-1, 2, apart)
-        x = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).view(-1)
-        apart *= 2
-    return x
 
 
 def orthonormalise(x: Array, rows: int, key: NumpyArray | None = None) -> Array:

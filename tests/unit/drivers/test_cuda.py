@@ -42,7 +42,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         with lock, torch._C.DisableTorchFunction():
             launching.launch(kernel, programs, *each(plain, arguments), **constants)
 
-    for subject in ("arithmetic", "bits", "codes", "floats", "levels", "matrices", "selection", "statistics"):
+    for subject in comparing.LAUNCHING:
         monkeypatch.setattr(f"hvdcompress.ops.triton.{subject}.launch", launch)
 
 

@@ -15,6 +15,8 @@ from hvdcompress.ops.shared import mix
 from hvdcompress.ops.spec import Ops
 
 BACKENDS = ("numpy", "numba", "torch", "triton")
+#: modules of ops/triton that launch kernels
+LAUNCHING = ("arithmetic", "bits", "codes", "floats", "levels", "matrices", "selection", "statistics")
 
 MAX = float(np.finfo(np.float32).max)
 TINY = float(np.float32(1e-45))

@@ -30,11 +30,11 @@ def both(name: str, bucket: int, random: bool, o: Any, put: Any, x: np.ndarray, 
     there = np.full(-(-x.size * bits // 8), 7, np.uint8)
     norms = reference.bucket_norms(x, bucket, "max")
     onto = changed(o, put, there, lambda out: o.encode_levels(put(x), put(norms), *rest, out))
-    return onto, o.encode_levels(put(x), put(np.abs(r)), *rest)
+    return onto, o.encode_levels(put(x), put(norms), *rest), o.encode_levels(put(x), put(np.abs(r)), *rest)
 
 
 for name, (bits, levels) in TABLES.items():
-    for bucket in (1, 300, 1 << 62):
+    for bucket in (1, 3, 512, 1 << 62):
         for random in (False, True):
             call("encode_levels")(
                 lambda o, put, x, r, n=name, b=bucket, at_random=random: both(n, b, at_random, o, put, x, r)

@@ -22,7 +22,7 @@ from hvdcompress.ops import torch as general
 from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.vectors import Sparse
 from hvdcompress.testing.trial import Trial
-from tests.unit.ops.comparing import CALLS, Put, device_of, get, host, vector
+from tests.unit.ops.comparing import CALLS, LAUNCHING, Put, device_of, get, host, vector
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -32,7 +32,6 @@ for file in sorted(Path(__file__).parent.glob("test_ops_*.py")):  # they registe
     importlib.import_module(f"tests.unit.ops.{file.stem}")
 ROOT = Path(hvdcompress.__file__).parents[1]
 DEVICE = device_of(triton_ops)
-SUBJECTS = ("arithmetic", "bits", "codes", "floats", "levels", "matrices", "selection", "statistics")
 
 # -- what kernels are compiled to -------------------------------------------------------------------------------
 
@@ -78,7 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         launch(kernel, programs, like, *arguments, **constants)
 
     launch = importlib.import_module("hvdcompress.ops.triton._kernels.launching").launch
-    for subject in SUBJECTS:
+    for subject in LAUNCHING:
         monkeypatch.setattr(f"hvdcompress.ops.triton.{subject}.launch", note)
     x = vector("normal", 9)
     with np.errstate(all="ignore"):

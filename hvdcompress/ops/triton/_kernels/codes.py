@@ -34,6 +34,16 @@ def norms_at(norms, at, inside, BUCKET: tl.constexpr):
     return found
 
 
+@triton.jit
+def store_packed(out, code, row, num_bytes, BITS: tl.constexpr):
+    """Store rows of eight codes [ROWS, 8] int64 in BITS bytes each."""
+    lane = tl.arange(0, 8)
+    word = tl.sum(code << BITS * lane[None, :].to(tl.int64), 1)  # no shared bits: the sum is an or
+    byte_at = row[:, None] * BITS + lane[None, :]
+    byte = (word[:, None] >> 8 * lane[None, :].to(tl.int64)) & 0xFF
+    tl.store(out + byte_at, byte.to(tl.uint8), (lane < BITS)[None, :] & (byte_at < num_bytes))
+
+
 @triton.jit(do_not_specialize=["key"])
 def uniform(out, key, start, n, BLOCK: tl.constexpr):
     at = indices(BLOCK)
@@ -54,10 +64,7 @@ def quantize(x, norms, out, key, n, num_bytes, BUCKET: tl.constexpr, BITS: tl.co
     up = (drawn(at, key) < share - level.to(tl.float32)).to(tl.int64)
     sign = (value.to(tl.int32, bitcast=True) >> 31).to(tl.int64) & (1 << (BITS - 1))
     code = tl.where(inside, level.to(tl.int64) + up | sign, 0)
-    word = tl.sum(code << BITS * lane[None, :].to(tl.int64), 1)  # no shared bits: the sum is an or
-    byte_at = row[:, None] * BITS + lane[None, :]
-    byte = (word[:, None] >> 8 * lane[None, :].to(tl.int64)) & 0xFF
-    tl.store(out + byte_at, byte.to(tl.uint8), (lane < BITS)[None, :] & (byte_at < num_bytes))
+    store_packed(out, code, row, num_bytes, BITS)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hvdcompress.ops.triton._kernels.codes import drawn, norms_at
+from hvdcompress.ops.triton._kernels.codes import drawn, norms_at, store_packed
 from hvdcompress.ops.triton._kernels.parts import finite_norm, indices
 
 
@@ -65,10 +65,7 @@ def encode(
     lane = tl.arange(0, 8)
     at = row[:, None] * 8 + lane[None, :]
     code = found(x, norms, edges, levels, key, at, at < n, BUCKET, BITS, RANDOM).to(tl.int64)
-    word = tl.sum(code << BITS * lane[None, :].to(tl.int64), 1)  # no shared bits: the sum is an or
-    byte_at = row[:, None] * BITS + lane[None, :]
-    byte = (word[:, None] >> 8 * lane[None, :].to(tl.int64)) & 0xFF
-    tl.store(out + byte_at, byte.to(tl.uint8), (lane < BITS)[None, :] & (byte_at < num_bytes))
+    store_packed(out, code, row, num_bytes, BITS)
 
 
 @triton.jit
