@@ -14,7 +14,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdcompress.ops.scan import Found, Norm, Scan, Span, Velocity
-from hvdcompress.ops.vectors import Array, Coded, Flag, NumpyArray, Outer, Scalar, Shares, Sparse, piece_of
+from hvdcompress.ops.vectors import (
+    Array,
+    Coded,
+    Codes,
+    Fields,
+    Flag,
+    Half,
+    Joined,
+    Levels,
+    NumpyArray,
+    Outer,
+    Scalar,
+    Shares,
+    Sparse,
+    Spectra,
+    Sum,
+    dtype_name,
+    piece_of,
+)
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: bits of the largest finite float32. The bits of non-negative floats are in their order.
 PIECE = 512  #: number of summands that are folded to one sum, before the sums of pieces are folded
@@ -339,6 +357,44 @@ def matmul(a: Array, b: Array, rows: int, columns: int) -> Array:
 def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
     """See :class:`~hvdcompress.ops.spec.Ops`."""
     return (a.reshape(rows, -1) @ b.reshape(columns, -1).T).ravel()
+
+
+class Decoders(NamedTuple):
+    """The ops of a backend that compute the elements of coded vectors."""
+
+    from_fp16: Callable[[Array, float], Array]
+    from_bf16: Callable[[Array], Array]
+    dequantize: Callable[[Array, Array, int, int, int], Array]
+    unpack_signs: Callable[[Array, Array, int], Array]
+    decode_levels: Callable[[Array, Array, int, NumpyArray, int, int], Array]
+    unpack_fields: Callable[[Array, int, int, int], Array]
+    inverse: Callable[[Spectra], Array]
+    scaled: Callable[[Array, float, float], Array]
+    add_all: Callable[[list[Array], bool], Array]
+    concat: Callable[[list[Array]], Array]
+
+
+def decoded(x: Array | Coded, ops: Decoders) -> Array:
+    """Implement ``dense``, in one pass over memory per op."""
+    if isinstance(x, Half):
+        if dtype_name(x.values) == "float16":
+            return ops.from_fp16(x.values, x.scale)
+        return ops.from_bf16(x.values) * float(np.float32(x.scale))
+    if isinstance(x, Codes) and x.bits == 1:
+        return ops.unpack_signs(x.codes, x.norms, x.start + x.size)[x.start :]
+    if isinstance(x, Codes):
+        return ops.dequantize(x.codes, x.norms, x.bucket, x.bits, x.start + x.size)[x.start :]
+    if isinstance(x, Levels):
+        return ops.decode_levels(x.codes, x.norms, x.bucket, x.table, x.bits, x.start + x.size)[x.start :]
+    if isinstance(x, Fields):
+        return ops.unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
+    if isinstance(x, Sum):
+        return ops.add_all([decoded(share, ops) for share in x.shares], isinstance(x.shares[0], Coded))
+    if isinstance(x, Joined):
+        return ops.concat([decoded(part, ops) for part in x.parts])
+    if isinstance(x, Outer):
+        return outer_sum(x)
+    return ops.scaled(ops.inverse(x), x.after, x.limit) if isinstance(x, Spectra) else x
 
 
 def outer_sum(matrix: Outer) -> Array:

@@ -82,6 +82,32 @@ class Codes(NamedTuple):
         return self._replace(start=self.start + start, size=stop - start)
 
 
+class Levels(NamedTuple):
+    """A dense vector of indices of levels, as returned by :meth:`Ops.encode_levels`.
+
+    Attributes:
+        codes: [⌈(start + size)·bits/8⌉] uint8 or more.
+        norms: The norm of each bucket [⌈(start + size)/bucket⌉] or more.
+        bucket: Number of elements that share a norm.
+        table: The levels [m] float32, in host memory.
+        bits: Bits per index.
+        start: Index of the code of the first element.
+        size: Number of elements, n.
+    """
+
+    codes: Array
+    norms: Array
+    bucket: int
+    table: NumpyArray
+    bits: int
+    start: int
+    size: int
+
+    def piece(self, start: int, stop: int) -> Levels:
+        """Return elements ``start`` to ``stop``."""
+        return self._replace(start=self.start + start, size=stop - start)
+
+
 class Fields(NamedTuple):
     """A dense vector of integers, packed into words by :meth:`Ops.pack_fields`, times a scale.
 
@@ -206,7 +232,7 @@ class Spectra(NamedTuple):
 
 
 #: Dense vectors that :meth:`Ops.write` and :meth:`Ops.subtract` decode, in float32, into their output
-Coded = Half | Codes | Fields | Sum | Joined | Outer | Spectra
+Coded = Half | Codes | Levels | Fields | Sum | Joined | Outer | Spectra
 
 
 class Shares(NamedTuple):
@@ -232,4 +258,4 @@ def size_of(x: Array | Coded) -> int:
 def piece_of(x: Array | Coded, start: int, stop: int) -> Any:
     """Return elements ``start`` to ``stop`` of a dense vector; :class:`Outer` and :class:`Spectra` have no pieces."""
     assert not isinstance(x, Outer | Spectra)
-    return x.piece(start, stop) if isinstance(x, Half | Codes | Fields | Sum | Joined) else x[start:stop]
+    return x.piece(start, stop) if isinstance(x, Half | Codes | Levels | Fields | Sum | Joined) else x[start:stop]

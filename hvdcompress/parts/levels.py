@@ -40,7 +40,7 @@ import numpy as np
 
 from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import NumpyArray
+from hvdcompress.ops.vectors import Levels, NumpyArray
 from hvdcompress.parts import seed
 from hvdcompress.parts.wire import WireError
 
@@ -128,18 +128,18 @@ class LevelCodec:
             out[:edge] = ops.to_bytes(scales)
         return out
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
-        """Decode values, like :meth:`decode`: the array ops cannot decode this format while writing."""
-        return self.decode(buffer, count, ops)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        """Decode values; see :meth:`hvdcompress.parts.sums.Codec.decode`. Damaged bytes decode to finite values."""
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Levels:
+        """Check encoded values like :meth:`decode`, but leave decoding to the function that writes them."""
         if len(buffer) != self.num_bytes(count):
             raise WireError(f"received {len(buffer)} bytes of {self.name} values, expected {self.num_bytes(count)}")
         edge = self._edge(count)
         scales = ops.from_bytes(buffer[:edge], "float32") if FORMATS[self.name].scaled else self._one(buffer, ops)
         shared, bits = self._shared(count), FORMATS[self.name].bits
-        return ops.decode_levels(buffer[edge:], scales, shared, levels(self.name), bits, count)
+        return Levels(buffer[edge:], scales, shared, levels(self.name), bits, 0, count)
+
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
+        """Decode values; see :meth:`hvdcompress.parts.sums.Codec.decode`. Damaged bytes decode to finite values."""
+        return ops.dense(self.coded(buffer, count, ops))
 
     def _shared(self, count: int) -> int:
         """Return the number of values that share a scale."""

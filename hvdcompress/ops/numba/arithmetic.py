@@ -298,7 +298,7 @@ def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
         write_spectra(own, factor, x, subtract=True)
     elif isinstance(own, Coded):
         if factor != 1.0 or not coded.subtract(x, own):
-            reference.subtract(x, own, factor)
+            subtract(x, dense(own), factor)
     elif plain_sparse(own, x):
         kernels.add_at(x, own.index, own.values, -np.float32(factor))  # x − v and x + (−v) are the same float
     elif not isinstance(own, Sparse) and factor != 1.0 and plain(x, own):

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.ops.numba._kernels import codes, floats
+from hvdcompress.ops.numba._kernels import codes, floats, levels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.numba.threads import in_ranges
-from hvdcompress.ops.vectors import Coded, Codes, Fields, Half, Sum
+from hvdcompress.ops.shared import filled
+from hvdcompress.ops.vectors import Coded, Codes, Fields, Half, Levels, Sum
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 _CACHED = 1 << 19  # number of elements that stay in the cache while the shares of all ranks are added to them
@@ -59,6 +60,8 @@ def adder(share: Any) -> Adder | None:
     """Return the adder of a coded vector or an array, or None if no kernel accepts it."""
     if isinstance(share, Codes):
         return _of_codes(share)
+    if isinstance(share, Levels):
+        return _of_levels(share)
     if isinstance(share, Fields):
         return _of_fields(share)
     if isinstance(share, Half):
@@ -89,6 +92,22 @@ def _inverse_levels(bits: int) -> tuple[np.float32, np.float32]:
     whole = 1.0 / max((1 << (bits - 1)) - 1, 1)
     [high] = (np.array([whole], np.float32).view(np.uint32) & _EXACT).view(np.float32)
     return high, np.float32(whole - float(high))
+
+
+def _of_levels(share: Levels) -> Adder | None:
+    buffer, norms, bucket, table, bits, begin, size = share
+    stop = begin + size
+    if not plain(buffer, dtype=np.uint8) or not plain(norms):
+        return None
+    if norms.size * bucket < stop or buffer.size * 8 < stop * bits:
+        return None
+    norm_bits = norms.view(np.int32)
+    every = filled(table, 1 << bits, table[-1])
+
+    def add_to(out: Array, first: int, add: bool, sign: np.float32, factor: np.float32) -> None:
+        levels.add_levels(buffer, norm_bits, bucket, every, bits, begin + first, out, add, sign, factor)
+
+    return add_to
 
 
 def _of_fields(share: Fields) -> Adder | None:

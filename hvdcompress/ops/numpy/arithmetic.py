@@ -8,22 +8,24 @@ import numpy as np
 
 from hvdcompress.ops.numpy.codes import dequantize, pack_signs, unpack_fields, unpack_signs
 from hvdcompress.ops.numpy.floats import from_bf16, from_fp16, to_fp16
+from hvdcompress.ops.numpy.levels import decode_levels
 from hvdcompress.ops.numpy.memory import concat
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Span, Velocity
 from hvdcompress.ops.shared import (
+    Decoders,
     Finders,
     accumulate_pieces,
+    decoded,
     end_to_end,
     find,
     index_dtype,
     matmul_transposed,
-    outer_sum,
     write_pieces,
 )
-from hvdcompress.ops.vectors import FP32_MAX, Coded, Codes, Fields, Half, Joined, Outer, Shares, Sparse, Spectra, Sum
+from hvdcompress.ops.vectors import FP32_MAX, Coded, Shares, Sparse
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 FINDERS = Finders(
@@ -112,25 +114,7 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> 
 
 
 def dense(x: Array | Coded) -> Array:
-    if isinstance(x, Half):
-        if x.values.dtype == np.float16:
-            return from_fp16(x.values, x.scale)
-        return from_bf16(x.values) * np.float32(x.scale)
-    if isinstance(x, Codes) and x.bits == 1:
-        return unpack_signs(x.codes, x.norms, x.start + x.size)[x.start :]
-    if isinstance(x, Codes):
-        return dequantize(x.codes, x.norms, x.bucket, x.bits, x.start + x.size)[x.start :]
-    if isinstance(x, Fields):
-        return unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
-    if isinstance(x, Sum):
-        return add_all([dense(share) for share in x.shares])
-    if isinstance(x, Outer):
-        return outer_sum(x)
-    if isinstance(x, Spectra):
-        return scaled(inverse(x), x.after, x.limit)
-    if isinstance(x, Joined):
-        return np.concatenate([dense(part) for part in x.parts])
-    return x
+    return decoded(x, DECODERS)
 
 
 def write_parts(outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
@@ -155,3 +139,8 @@ def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
     with np.errstate(over="ignore"):  # Inf is clipped below
         out = x * np.float32(factor)
     return np.clip(out, -np.float32(limit), np.float32(limit), out=out)
+
+
+DECODERS = Decoders(
+    from_fp16, from_bf16, dequantize, unpack_signs, decode_levels, unpack_fields, inverse, scaled, add_all, concat
+)

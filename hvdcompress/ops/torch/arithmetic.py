@@ -8,16 +8,18 @@ import torch
 
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Span, Velocity
 from hvdcompress.ops.shared import (
+    Decoders,
     Finders,
     accumulate_pieces,
+    decoded,
     end_to_end,
     find,
     index_dtype,
     matmul_transposed,
-    outer_sum,
 )
 from hvdcompress.ops.torch.codes import dequantize, pack_signs, unpack_fields, unpack_signs
 from hvdcompress.ops.torch.floats import from_bf16, from_fp16, to_fp16
+from hvdcompress.ops.torch.levels import decode_levels
 from hvdcompress.ops.torch.memory import concat, zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
 from hvdcompress.ops.torch.spectra import inverse
@@ -27,16 +29,9 @@ from hvdcompress.ops.vectors import (
     FP32_MAX,
     Array,
     Coded,
-    Codes,
-    Fields,
     Flag,
-    Half,
-    Joined,
-    Outer,
     Shares,
     Sparse,
-    Spectra,
-    Sum,
 )
 
 FINDERS = Finders(
@@ -163,23 +158,7 @@ def _add_with_zeros(out: Array, index: Array, values: Array) -> None:
 
 
 def dense(x: Array | Coded) -> Array:
-    if isinstance(x, Half):
-        return from_fp16(x.values, x.scale) if x.values.dtype == torch.float16 else from_bf16(x.values) * f32(x.scale)
-    if isinstance(x, Codes) and x.bits == 1:
-        return unpack_signs(x.codes, x.norms, x.start + x.size)[x.start :]
-    if isinstance(x, Codes):
-        return dequantize(x.codes, x.norms, x.bucket, x.bits, x.start + x.size)[x.start :]
-    if isinstance(x, Fields):
-        return unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
-    if isinstance(x, Sum):
-        return add_all([dense(share) for share in x.shares])
-    if isinstance(x, Outer):
-        return outer_sum(x)
-    if isinstance(x, Spectra):
-        return scaled(inverse(x), x.after, x.limit)
-    if isinstance(x, Joined):
-        return torch.cat([dense(part) for part in x.parts])
-    return x
+    return decoded(x, DECODERS)
 
 
 def write_parts(outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
@@ -215,3 +194,8 @@ def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
 
 def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
     return (x * f32(factor)).clamp_(-f32(limit), f32(limit))
+
+
+DECODERS = Decoders(
+    from_fp16, from_bf16, dequantize, unpack_signs, decode_levels, unpack_fields, inverse, scaled, add_all, concat
+)

@@ -10,21 +10,25 @@ import torch
 from hvdcompress.ops import torch as general
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Span, Velocity
 from hvdcompress.ops.shared import (
+    Decoders,
     Finders,
     accumulate_pieces,
+    decoded,
     end_to_end,
     find,
     find_rest,
     matmul_transposed,
     moments_of,
 )
-from hvdcompress.ops.torch import bucket_norms, concat, max_abs
+from hvdcompress.ops.torch import add_all, bucket_norms, concat, max_abs, scaled, unpack_fields
 from hvdcompress.ops.torch.arithmetic import write_then_copy
+from hvdcompress.ops.torch.spectra import inverse
 from hvdcompress.ops.torch.tensors import f32, flag, host
 from hvdcompress.ops.triton._kernels import arithmetic as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
-from hvdcompress.ops.triton.codes import pack_signs
-from hvdcompress.ops.triton.floats import to_fp16
+from hvdcompress.ops.triton.codes import dequantize, pack_signs, unpack_signs
+from hvdcompress.ops.triton.floats import from_bf16, from_fp16, to_fp16
+from hvdcompress.ops.triton.levels import decode_levels
 from hvdcompress.ops.triton.selection import chunk_argmax, compacted, first_above, tile
 from hvdcompress.ops.triton.statistics import all_finite, finite_flag, moments
 from hvdcompress.ops.triton.tensors import empty, plain, plain_sparse
@@ -32,6 +36,9 @@ from hvdcompress.ops.vectors import Array, Coded, Flag, Half, Scalar, Shares, Sp
 
 FINDERS = Finders(
     all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16
+)
+DECODERS = Decoders(
+    from_fp16, from_bf16, dequantize, unpack_signs, decode_levels, unpack_fields, inverse, scaled, add_all, concat
 )
 
 
@@ -132,11 +139,16 @@ def blend(x: Array, residual: Array, beta: float) -> None:
         general.blend(x, residual, beta)
 
 
+def dense(x: Array | Coded) -> Array:
+    return decoded(x, DECODERS)
+
+
 def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
+    own = dense(own) if isinstance(own, Coded) else own
     if plain(x) and plain_sparse(own):
         m = len(own.index)
         launch(kernels.subtract_sparse, blocks(m), x, x, *own, f32(factor), len(x), m, BLOCK=BLOCK)
-    elif not isinstance(own, Sparse | Coded) and factor != 1.0 and plain(x, own):
+    elif not isinstance(own, Sparse) and factor != 1.0 and plain(x, own):
         launch(kernels.subtract, blocks(len(x)), x, x, own, f32(factor), len(x), BLOCK=BLOCK)
     else:
         general.subtract(x, own, factor)
@@ -158,7 +170,10 @@ def write_parts(outs: Sequence[Array], total: Array | Sparse | Shares | Coded, f
 
 def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
     n = len(out)
-    total = end_to_end(total, concat) if isinstance(total, Shares) else total
+    if isinstance(total, Half) and plain(total.values, dtype=torch.float16) and total.size == n and plain(out):
+        launch(kernels.write_half, blocks(n), out, out, total.values, f32(total.scale), f32(factor), n, BLOCK=BLOCK)
+        return
+    total = end_to_end(total, concat) if isinstance(total, Shares) else dense(total)
     if not out.is_contiguous():
         general.write(out, total, factor)
     elif plain_sparse(total):
@@ -166,9 +181,7 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> 
         index, order = torch.sort(torch.where(total.values != 0, total.index, n), stable=True)  # zeros add nothing
         given = out, index, order, total.values, f32(factor), n, len(index)
         launch(kernels.write_runs, blocks(len(index)), out, *given, BLOCK=BLOCK)
-    elif isinstance(total, Half) and plain(total.values, dtype=torch.float16) and len(total.values) == n:
-        launch(kernels.write_half, blocks(n), out, out, total.values, f32(total.scale), f32(factor), n, BLOCK=BLOCK)
-    elif not isinstance(total, Coded | Sparse) and factor != 1.0 and plain(total) and len(total) == n:
+    elif not isinstance(total, Sparse) and factor != 1.0 and plain(total) and len(total) == n:
         launch(kernels.write, blocks(n), out, out, total, f32(factor), n, BLOCK=BLOCK)
     else:
         general.write(out, total, factor)

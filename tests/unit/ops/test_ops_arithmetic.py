@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.scan import Found, Scan, Velocity
-from hvdcompress.ops.vectors import Codes, Fields, Half, Joined, Shares, Sparse, Sum, piece_of
+from hvdcompress.ops.vectors import Codes, Fields, Half, Joined, Levels, Shares, Sparse, Sum, piece_of
 from tests.unit.ops.comparing import MAX, SPECIAL, Put, call, changed, chosen, get, host, vector
 
 INDEX = ("int32", "int64")
@@ -108,13 +108,20 @@ def coded(kind: str, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
     if kind == "fields":
         words = reference.quantize_fields(r, 1.5, np.float32([1.5]), 3, key)
         return Fields(put(words), 3, 2, put(np.float32([0.7])), 0, n)
+    if kind.startswith("levels"):
+        bits, bucket = (int(word) for word in kind.split()[1].split("/"))
+        table = np.linspace(-1, 1, (1 << bits) - 1, dtype=np.float32)
+        norms = reference.bucket_norms(r, bucket, "max")
+        codes = reference.encode_levels(r, norms, bucket, table, bits)
+        return Levels(put(codes), put(norms), bucket, table, bits, 0, n)
     bits, bucket = map(int, kind.split("/"))
     norms, codes = reference.quantize_max(r, bucket, bits, key)
     return Codes(put(codes), put(norms), bucket, bits, 0, n)
 
 
 KINDS = ["fp16", "bf16", "signs", "fields", *(f"{bits}/512" for bits in range(2, 9)), "4/3", "2/1000000", "8/1"]
-CUT = ("fp16", "bf16", "signs", "fields", "3/512", "8/1")
+KINDS += ["levels 4/256", "levels 8/3", "levels 9/1000000", "levels 3/7"]
+CUT = ("fp16", "bf16", "signs", "fields", "3/512", "8/1", "levels 4/256", "levels 9/1000000")
 
 
 def totals(put: Any, x: np.ndarray, r: np.ndarray) -> dict[str, Any]:

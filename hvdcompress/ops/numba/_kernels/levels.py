@@ -5,115 +5,152 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from hvdcompress.ops.numba._kernels.codes import draw
+from hvdcompress.ops.numba._kernels import codes as packing
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
 from hvdcompress.ops.shared import FP32_MAX_BITS
 
-
-@compiled
-def search(share, edges, bits, codes):
-    """Count the edges below each number, by halving: one pass over the numbers per bit, so that it vectorises."""
-    codes[: share.size] = 0
-    step = np.int32(1 << (bits - 1))
-    while step:
-        for i in range(share.size):
-            codes[i] += step * np.int32(edges[codes[i] + step - 1] < share[i])
-        step >>= 1
+_LOW = np.uint32(0xFFFF)
+_WORDS = BLOCK // 32  # words of one bit per element
 
 
 @compiled
-def look_up(share, share_bits, least, edges, codes):
-    """Count the edges below each number, where no 2^16 neighbouring floats have more than one edge between them."""
+def divide(x, norm, share):
+    for i in range(x.size):
+        share[i] = x[i] / norm
+
+
+@compiled
+def look_up(share_bits, steps, codes):
+    """Count the edges below each number. ``share_bits`` are overwritten."""
+    for i in range(share_bits.size):  # to unsigned integers in the order of the numbers
+        negative = np.uint32(np.uint32(0) - np.uint32(share_bits[i] >> np.uint32(31)))
+        share_bits[i] ^= np.uint32(negative | np.uint32(0x80000000))
+    for i in range(share_bits.size):
+        ordered = share_bits[i]
+        carried = np.uint32(steps[ordered >> np.uint32(16)] + np.uint32(ordered & _LOW))
+        codes[i] = carried >> np.uint32(16)
+
+
+@compiled
+def gather(codes, pairs, found):
+    for i in range(codes.size):
+        found[i] = pairs[codes[i]]
+
+
+@partial(compiled, error_model="numpy")  # without a check for zeros the divisions vectorise
+def round_at_random(share, low_and_gap, drawn, codes):
     for i in range(share.size):
-        low = least[share_bits[i] >> np.uint32(16)]
-        codes[i] = np.int32(low) + np.int32(edges[low] < share[i])
+        above = (share[i] - low_and_gap[2 * i]) / low_and_gap[2 * i + 1]
+        codes[i] += np.uint32(np.float32(np.int32(drawn[i])) * np.float32(2.0**-24) < above)
 
 
 @compiled
-def encode(x, norms, bucket, edges, least, levels, bits, random, key, out, begin, end):
+def encode(x, norms, bucket, steps, pairs, bits, random, key, out, begin, end):
     """Pack the index of each element's level, which is the number of edges below it.
 
-    ``edges``: [2^bits], the middles between levels; with ``random``, the largest numbers below each level but the
-    first. ``least``: [2^16], the least index of all floats whose upper 16 bits are those; empty to search instead.
-    ``levels``: [2^bits + 1]. Edges and levels have Inf after the last one.
+    With ``random``, edges are the largest numbers below each level but the first, otherwise the middles between levels.
+    ``steps``: [2^16] uint32, for the floats with equal upper 16 bits. At most one edge is among them: the number of
+    edges below them all, times 2^16, plus what must be exceeded to carry beyond the edge by adding the lower 16 bits.
+    ``pairs``: [2^bits] uint64, each level and its distance to the next one, which is Inf above the last level.
     """
-    drawn = np.zeros(BLOCK, np.uint32)
-    codes = np.zeros(BLOCK, np.int32)
+    codes = np.zeros(BLOCK, np.uint32)
     share = np.zeros(BLOCK, np.float32)
-    share_bits = share.view(np.uint32)
+    share_bits = np.zeros(BLOCK, np.uint32)
+    if random:
+        drawn = np.zeros(BLOCK, np.uint32)
+        found = np.zeros(BLOCK, np.uint64)
     for start in range(begin, end, BLOCK):
         stop = min(start + BLOCK, end)
+        size = stop - start
         at = start
         while at < stop:
             until = min(stop, (at // bucket + 1) * bucket)
             norm = norms[at // bucket] if norms[at // bucket] > np.float32(0) else np.float32(1)
-            for i in range(at, until):
-                share[i - start] = x[i] / norm
+            divide(x[at:until], norm, share[at - start : until - start])
             at = until
-        if least.size:
-            look_up(share[: stop - start], share_bits, least, edges, codes)
-        else:
-            search(share[: stop - start], edges, bits, codes)
+        share_bits[:] = share.view(np.uint32)
+        look_up(share_bits[:size], steps, codes)
         if random:
-            draw(np.uint32(start), key, drawn)
-            for i in range(stop - start):
-                low = levels[codes[i]]
-                gap = levels[codes[i] + 1] - low  # Inf above the last level
-                codes[i] += np.int32(np.float32(np.int32(drawn[i])) * np.float32(2.0**-24) < (share[i] - low) / gap)
-        codes[stop - start :] = 0
+            packing.draw(np.uint32(start), key, drawn)
+            gather(codes[:size], pairs, found)
+            round_at_random(share[:size], found.view(np.float32), drawn, codes)
+        codes[size:] = 0
         pack(codes, bits, out[start * bits // 8 : (stop * bits + 7) // 8])
 
 
 @compiled
 def pack(codes, bits, out):
-    """Pack codes to ``bits`` bits each, lowest bit first."""
-    if bits == 8:
-        for j in range(out.size):
-            out[j] = codes[j]
+    """Pack codes [BLOCK] to ``bits`` bits each, lowest bit first."""
+    if bits <= 8:
+        packing.pack(codes, bits, out)
         return
-    if bits == 4:
-        for j in range(out.size):
-            out[j] = codes[2 * j] | codes[2 * j + 1] << 4
-        return
+    words = np.zeros(bits * _WORDS, np.uint32)
     held = np.uint64(0)
-    filled = 0
-    at = 0
-    for j in range(out.size):
-        while filled < 8:
-            held |= np.uint64(codes[at]) << np.uint64(filled)
+    filled = at = 0
+    for i in range(codes.size):
+        held |= np.uint64(codes[i]) << np.uint64(filled)
+        filled += bits
+        if filled >= 32:
+            words[at] = held & np.uint64(0xFFFFFFFF)
             at += 1
-            filled += bits
-        out[j] = held & np.uint64(0xFF)
-        held >>= np.uint64(8)
-        filled -= 8
+            held >>= np.uint64(32)
+            filled -= 32
+    out[:] = words.view(np.uint8)[: out.size]
 
 
 @compiled
-def decode(buffer, norm_bits, bucket, levels, bits, out, begin, end):
-    """Set out = level·norm for elements ``begin`` to ``end``. ``levels``: [2^bits]."""
+def unpack(buffer, bits, levels, words, values):
+    """Set the values to the levels of the codes in ``buffer``. ``words`` [bits·BLOCK/32 + 1] is scratch memory."""
+    if bits == 8:
+        for i in range(buffer.size):
+            values[i] = levels[buffer[i]]
+    elif bits == 4:
+        for i in range(buffer.size):
+            values[2 * i] = levels[buffer[i] & np.uint8(15)]
+            values[2 * i + 1] = levels[buffer[i] >> np.uint8(4)]
+    else:
+        words.view(np.uint8)[: buffer.size] = buffer
+        mask = np.uint64((1 << bits) - 1)
+        bit = np.uint64(0)
+        for i in range(values.size):
+            word = bit >> np.uint64(5)
+            held = np.uint64(words[word]) | np.uint64(words[word + np.uint64(1)]) << np.uint64(32)
+            values[i] = levels[held >> (bit & np.uint64(31)) & mask]
+            bit += np.uint64(bits)
+
+
+@compiled
+def add_scaled(values, unit, out, add, factor):
+    if add:
+        for i in range(out.size):
+            out[i] = (out[i] + values[i] * unit) * factor
+    else:
+        for i in range(out.size):
+            out[i] = values[i] * unit * factor
+
+
+@compiled
+def add_levels(buffer, norm_bits, bucket, levels, bits, first, out, add, sign, factor):
+    """Set out = (out ± level·norm)·factor, or without ``add`` out = ±level·norm·factor; out[0] is element ``first``.
+
+    ``levels``: [2^bits].
+    """
+    values = np.zeros(BLOCK, np.float32)
+    words = np.zeros(bits * _WORDS + 1, np.uint32)
     safe = np.zeros(1, np.float32)
     safe_bits = safe.view(np.int32)
-    mask = np.uint64((1 << bits) - 1)
-    held = np.uint64(0)
-    filled = 0
-    byte = begin * bits // 8
-    at = begin
-    while at < end:
-        until = min(end, (at // bucket + 1) * bucket)
-        # the norm of a damaged payload may be negative, NaN or Inf
-        safe_bits[0] = min(max(norm_bits[at // bucket], np.int32(0)), np.int32(FP32_MAX_BITS))
-        if bits == 8:
-            for i in range(at, until):
-                out[i] = levels[buffer[i]] * safe[0]
-        else:
-            for i in range(at, until):
-                while filled < bits:
-                    held |= np.uint64(buffer[byte]) << np.uint64(filled)
-                    byte += 1
-                    filled += 8
-                out[i] = levels[np.int64(held & mask)] * safe[0]
-                held >>= np.uint64(bits)
-                filled -= bits
-        at = until
+    for start in range(first - first % BLOCK, first + out.size, BLOCK):
+        stop = min(start + BLOCK, first + out.size)
+        unpack(buffer[start * bits // 8 : (stop * bits + 7) // 8], bits, levels, words, values)
+        at = max(start, first)
+        while at < stop:
+            j = at // bucket
+            until = min(stop, (j + 1) * bucket)
+            # the norm of a damaged payload may be negative, NaN or Inf
+            safe_bits[0] = min(max(norm_bits[j], np.int32(0)), np.int32(FP32_MAX_BITS))
+            add_scaled(values[at - start :], safe[0] * sign, out[at - first : until - first], add, factor)
+            at = until
