@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.report import results
 
-PAPERS = ("scalecom", "gradiveq", "fft", "gaussiank")
+PAPERS = ("scalecom", "gradiveq", "fft", "gaussiank", "peers")
 
 
 def context(page: str) -> dict[str, Any]:

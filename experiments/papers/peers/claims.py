@@ -1,0 +1,198 @@
+"""Claims of the papers behind the methods that other libraries offer, too: what is measured, and the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+
+from experiments.papers import simulate
+from experiments.papers.claims import Paper, Scale, Units, Verdict, judge
+from experiments.papers.frames import against_dense, groups, over_seeds, spread
+from experiments.papers.peers import measures
+from experiments.report import plots
+from experiments.report.numbers import number, percent
+from experiments.units import Unit
+
+NETS = ("fnn3", "lenet5")
+RANKS = 4
+WORLDS = (2, 4, 8, 16, 64)  #: numbers of ranks among which sparse methods are counted
+DENSITY = 0.01
+POINTS = 1.0  #: of held-out accuracy, which count as no loss
+EIGHTH = 1 / 8  #: natural compression's bound, Theorem 1
+SAME = 0.1  #: relative change that counts as none
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "int4": {"method": "blockwise", "values": "int4"},
+    "natural": {"method": "natural"},
+    "onebit": {"method": "onebit"},
+    **{id: {"method": id, "density": DENSITY} for id in ("topk", "oktopk", "arctopk", "gtopk", "scalecom", "randomk")},
+}
+COUNTED = ("oktopk", "arctopk", "gtopk", "scalecom", "topk")
+PAPER = Paper("peers", ["fashion_mnist"])
+
+
+def task(net: str, scale: Scale) -> dict[str, Any]:
+    """Return the training of all claims, which is that of Gaussian-k's."""
+    return simulate.training(net, scale.steps(400))
+
+
+def encoded(scale: Scale) -> list[Unit]:
+    """List dense trainings whose gradients are encoded."""
+    return [Unit(measures.encoded, {"task": task(net, scale), "ranks": RANKS}, {"net": net}) for net in NETS]
+
+
+def counted(scale: Scale) -> list[Unit]:
+    """List exchanges of sparse methods among several numbers of ranks."""
+    common = {"task": simulate.training("fnn3", 400)}
+    return [
+        Unit(measures.sent, {**common, "method": METHODS[id], "ranks": ranks}, {"method": id, "ranks": ranks})
+        for id in COUNTED
+        for ranks in WORLDS
+    ]
+
+
+def trained(*ids: str) -> Units:
+    """Return the function that lists dense trainings and those of some methods."""
+
+    def units(scale: Scale) -> list[Unit]:
+        return [
+            Unit(
+                simulate.accuracy,
+                {"task": task(net, scale), "method": METHODS[id], "ranks": RANKS},
+                {"net": net, "method": id},
+            )
+            for net in NETS
+            for id in ("none", *ids)
+        ]
+
+    return units
+
+
+@PAPER.claim("P1", "Rounding at random to powers of two leaves an eighth of the energy at most, on average.", encoded)
+def eighth(rows: pd.DataFrame) -> Verdict:
+    """Judge natural compression's squared error against its bound."""
+    table = over_seeds(rows, ["net", "tensor", "n"], ["natural"])
+    most = rows.groupby(["net", "seed"])["natural"].max()
+    return Verdict(
+        judge({net: list(most[net] <= EIGHTH) for net in NETS}, "the bound is broken for every net"),
+        f"It leaves {spread(rows['natural'])} of the energy; the bound is {EIGHTH}.",
+        {"‖C(g) − g‖²/‖g‖²": table},
+    )
+
+
+@PAPER.claim("P2", "A Hadamard transform before rounding to 4 bits makes the error of a gradient smaller.", encoded)
+def rotated(rows: pd.DataFrame) -> Verdict:
+    """Judge the squared errors of four bits with and without the transform."""
+    rows = rows.assign(less=rows["rotated"] / rows["int4"])
+    medians = rows.groupby(["net", "tensor", "seed"], sort=False)["less"].median()
+    places = dict.fromkeys((net, tensor) for net, tensor, _ in medians.index)
+    cells = {f"{net}, {tensor}": list(medians[net][tensor] < 1) for net, tensor in places}
+    phases = ", ".join(f"{phase} {number(some['less'].median())}" for (phase,), some in groups(rows, "phase"))
+    return Verdict(
+        judge(cells, "it is smaller for no tensor"),
+        f"Of the squared error without it, with it there is {spread(list(rows['less']))}; medians by phase: {phases}.",
+        {"Squared errors over ‖g‖²": over_seeds(rows, ["net", "tensor", "n", "phase"], ["int4", "rotated"])},
+        plots.lines(
+            rows, "int4", "rotated", "net", None, {"int4": "without transform", "rotated": "with it"}, _equal, "."
+        ),
+        "Squared errors of 4 bits in blocks of 256 over the gradient's energy; each tensor and step is a point.",
+    )
+
+
+def _equal(ax: Any, _: pd.DataFrame) -> None:
+    ax.set(xscale="log", yscale="log")
+    ax.axline((0.01, 0.01), (0.1, 0.1), color="k", lw=1)
+
+
+def as_dense(id: str, named: str) -> Callable[[pd.DataFrame], Verdict]:
+    """Return the function that judges whether a method trains as dense training does."""
+
+    def judged(rows: pd.DataFrame) -> Verdict:
+        rows = against_dense(rows, "net")
+        some = rows[rows["method"] == id]
+        cells = {net: list(some[some["net"] == net]["gap"] >= -POINTS) for net in NETS}  # NaN, diverged, is worse
+        return Verdict(
+            judge(cells, f"it ends more than {number(POINTS)} point below dense"),
+            f"{named} ends {spread(list(some['gap']))} points from dense, at {spread(list(some['ratio']))} times fewer "
+            f"bytes.",
+            {"Held-out accuracy, %, its gap to dense, and the compression ratio": _table(rows)},
+        )
+
+    return judged
+
+
+def _table(rows: pd.DataFrame) -> pd.DataFrame:
+    return over_seeds(rows, ["net", "method"], ["value", "gap", "ratio"])
+
+
+for id, claim, text, named in (
+    ("int4", "P3", "4 bits per value in blocks, summed in two shots, train as well as float32.", "int4 with residual"),
+    ("natural", "P4", "9 bits per value, rounded without bias, train as well as float32.", "Natural compression"),
+    ("onebit", "P5", "1 bit per value with a residual trains with almost no loss of accuracy.", "1-bit SGD"),
+):
+    PAPER.claim(claim, text, trained(id), trains=True)(as_dense(id, named))
+
+
+@PAPER.claim("P6", "Ok-Topk transmits less than 6k words per rank, for any number of ranks.", counted)
+def six_k(rows: pd.DataFrame) -> Verdict:
+    """Judge the words that Ok-Topk's busiest rank transmits."""
+    some = rows[rows["method"] == "oktopk"]
+    cells = {f"{ranks} ranks": list(each["transmitted"] < 6) for (ranks,), each in groups(some, "ranks")}
+    told = ", ".join(f"{number(each['transmitted'].median())} at {r}" for (r,), each in groups(some, "ranks"))
+    labels = {"ranks": "ranks", "transmitted": "words transmitted, in units of k"}
+    return Verdict(
+        judge(cells, "it transmits 6k words or more among any number of ranks"),
+        f"Words that the busiest rank transmits per step, in units of k: {told}.",
+        {"Words in units of k, and the error of the summed results": _counts(rows)},
+        plots.lines(rows, "ranks", "transmitted", "method", None, labels, lambda ax, _: ax.loglog()),
+        "Words that the busiest rank transmits in a step, in units of k, by the number of ranks.",
+    )
+
+
+def _counts(rows: pd.DataFrame) -> pd.DataFrame:
+    return over_seeds(rows, ["method", "ranks"], ["given", "transmitted", "error"])
+
+
+@PAPER.claim("P7", "What a rank gives to ARC-Top-K's collectives does not depend on the number of ranks.", counted)
+def constant(rows: pd.DataFrame) -> Verdict:
+    """Judge how the words that a rank gives to collectives grow with the ranks, for each method."""
+    first = rows[rows["ranks"] == min(WORLDS)].set_index(["method", "seed"])["given"]
+    rows = rows.join(first.rename("first"), on=["method", "seed"])
+    rows["grown"] = rows["given"] / rows["first"]
+    some = rows[rows["method"] == "arctopk"]
+    cells = {f"{r} ranks": list((each["grown"] - 1).abs() <= SAME) for (r,), each in groups(some, "ranks")}
+    most = rows[rows["ranks"] == max(WORLDS)]
+    told = ", ".join(f"{id} {number(each['grown'].median())}" for (id,), each in groups(most, "method"))
+    lost = ", ".join(f"{id} {percent(each['error'].median())}" for (id,), each in groups(most, "method"))
+    return Verdict(
+        judge(cells, "they grow at once"),
+        f"Words of {max(WORLDS)} ranks over those of {min(WORLDS)}: {told}.",
+        notes=f"Errors of the sum of {60} results among {max(WORLDS)} ranks, at equal density: {lost}.",
+    )
+
+
+def as_topk(id: str, named: str) -> Callable[[pd.DataFrame], Verdict]:
+    """Return the function that judges whether a sparse method trains as top-k does, and random-k worse."""
+
+    def judged(rows: pd.DataFrame) -> Verdict:
+        wide = rows.pivot(index=["net", "seed"], columns="method", values="value")
+        enough = wide["topk"] - POINTS
+        cells = {net: list(wide[id][net] >= enough[net]) for net in NETS}  # NaN, diverged, is worse
+        behind = wide["topk"] - wide["randomk"]
+        return Verdict(
+            judge(cells, f"it ends more than {number(POINTS)} point below top-k"),
+            f"{named} ends {spread(list(wide[id] - wide['topk']))} points from top-k, random-k "
+            f"{spread(list(-behind))}.",
+            {"Held-out accuracy, %, its gap to dense, and the compression ratio": _table(against_dense(rows, "net"))},
+        )
+
+    return judged
+
+
+for id, claim, text, named in (
+    ("oktopk", "P8", "Ok-Topk trains as well as top-k.", "Ok-Topk"),
+    ("arctopk", "P9", "ARC-Top-K trains as well as top-k, without sending indices.", "ARC-Top-K"),
+):
+    PAPER.claim(claim, text, trained("topk", "randomk", id), trains=True)(as_topk(id, named))
