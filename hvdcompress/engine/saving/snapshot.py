@@ -21,7 +21,7 @@ from hvdcompress.engine.bucket_state import BucketState, MomentumState, declared
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.pieces import Piece, Pieces, by_tensor, slots_of, to_dense
 from hvdcompress.method import Array, Slot, Sparse, TensorSpec
-from hvdcompress.ops.vectors import Outer, dtype_name
+from hvdcompress.ops.vectors import NumpyArray, Outer, dtype_name
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
@@ -289,10 +289,18 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
         if whole:
             raise ValueError(f"the saved momentum of bucket {bucket.spec.name!r} has several forms")
         nothing = Sparse(np.zeros(0, np.int32), np.zeros(0, np.float32))
-        forms = [_piece(m, slots, copy) if slots else nothing for m, slots in zip(bucket.members, kept, strict=True)]
-        return (to_dense(tuple(forms), bucket, hvdcompress.ops.fast, forms[0]),)
+        there = [{slot: _on_host(array) for slot, array in slots.items()} for slots in kept]
+        forms = [
+            _piece(m, slots, np.concatenate) if slots else nothing
+            for m, slots in zip(bucket.members, there, strict=True)
+        ]
+        return (copy([to_dense(forms, bucket, hvdcompress.ops.fast, forms[0])]),)
     pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
     return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
+
+
+def _on_host(array: Array) -> NumpyArray:
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
 def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.engine.pieces import by_tensor, combined, in_same_form, is_compact, scaled, slots_of, to_dense
+from hvdcompress.engine.saving import snapshot
 from hvdcompress.method import Sparse, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.ops.shared import outer_sum
@@ -92,3 +93,22 @@ def test_two_matrices_on_one_basis_have_the_rank_of_one(basis: Literal["left", "
     other = rng.standard_normal(len(shared)).astype(np.float32)
     elsewhere = Outer(other, two, 2) if basis == "left" else Outer(two, other, 2)
     assert combined(first, 3.0, elsewhere, -0.9, fast).terms == 4
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_saved_momentum_in_several_forms_becomes_dense(library: str) -> None:
+    """Tensors of different buckets have different forms; the result lies where the arrays of the library lie."""
+    put, copy = (lambda array: array), np.concatenate
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        put, copy = torch.from_numpy, lambda parts: torch.cat([torch.as_tensor(part) for part in parts])
+    left, right = np.float32([1, 2, 3, 4]), np.float32([1, -1, 0.5])
+    forms = {"a": Outer(left, right, 1), "b": EACH[1]}
+    state = {name: {slot: put(array) for slot, array in slots_of(form).items()} for name, form in forms.items()}
+    merge = {name: dict.fromkeys(slots, "keep") for name, slots in state.items()}
+    saved = {"steps": dict.fromkeys("abc", 3), "restarts": {}, "merge": merge, "state": state}
+    found = snapshot.restored(saved, BUCKET, copy, whole=False)
+    assert found is not None
+    (dense,) = found.momentum.content
+    assert type(dense) is type(put(left))
+    np.testing.assert_array_equal(np.asarray(dense), np.concatenate([np.outer(left, right).ravel(), [4], np.zeros(10)]))
