@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hvdcompress.engine.agreement import PeerError, compare_configs, peer_error
+from hvdcompress.engine.agreement import PeerError, compare_configs, peer_error, text_of
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.safety.alarm import Alarm, Call, missing_calls
 from hvdcompress.engine.safety.watchdog import Watchdog
@@ -289,7 +289,7 @@ class Alarms:
         """
         if error is not None:
             self._store.set(f"alarm.{self.step}", "")
-        text = "" if error is None else str(error) or type(error).__name__
+        text = text_of(error)
         keys = [f"end.{self.step}.{rank}" for rank in range(self.world_size)]
         try:
             replies = exchange_texts(self._store, keys, self.rank, json.dumps([text, calls]), self.timeout)

@@ -73,6 +73,11 @@ def fingerprint(*facts: Any) -> float:
     return float(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little") >> 12)
 
 
+def text_of(error: BaseException | None) -> str:
+    """Return what other ranks are told of an error: its message or its class, and an empty string for None."""
+    return "" if error is None else str(error) or type(error).__name__
+
+
 def peer_error(texts: Sequence[str]) -> PeerError:
     """Return the error that every rank raises after a failure.
 

@@ -29,6 +29,7 @@ from hvdcompress.engine.agreement import (
     Status,
     compare_configs,
     peer_error,
+    text_of,
 )
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.commit import Outcome, commit_step
@@ -365,7 +366,7 @@ class Step:
         if self.agree is Agree.BEFORE_WAITING:
             with self.defer_errors:
                 self._refuse_missing()
-        self._error_text = "" if self.error is None else str(self.error) or type(self.error).__name__
+        self._error_text = text_of(self.error)
         votes = self.votes if self.agree is Agree.BEFORE_WAITING else []
         self._first_status = self._send_numbers(0, [*self.status().numbers(), *votes])
 

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import hvdcompress.ops
-from hvdcompress.engine.agreement import peer_error
+from hvdcompress.engine.agreement import peer_error, text_of
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.safety.alarm import Alarm, Call, missing_calls
 from hvdcompress.engine.transport import Request
@@ -253,7 +253,7 @@ class Alarms:
         if error is not None:
             number = np.array([self.step], np.int64)
             alarms = [self.comm.Isend(number, rank) for rank in range(self.comm.size) if rank != self.comm.rank]
-        text = "" if error is None else str(error) or type(error).__name__
+        text = text_of(error)
         everyone: list[tuple[int, str, list[list[Call]]]] = self.comm.allgather((self.step, text, calls))
         # Each rank with an error of its own has sent an alarm. Receive all of them, or the next step would
         expected = sum(bool(text) for rank, (_, text, _) in enumerate(everyone) if rank != self.comm.rank)

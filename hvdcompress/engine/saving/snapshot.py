@@ -290,10 +290,8 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
             raise ValueError(f"the saved momentum of bucket {bucket.spec.name!r} has several forms")
         nothing = Sparse(np.zeros(0, np.int32), np.zeros(0, np.float32))
         there = [{slot: _on_host(array) for slot, array in slots.items()} for slots in kept]
-        forms = [
-            _piece(m, slots, np.concatenate) if slots else nothing
-            for m, slots in zip(bucket.members, there, strict=True)
-        ]
+        each = zip(bucket.members, there, strict=True)
+        forms = tuple(_piece(m, slots, np.concatenate) if slots else nothing for m, slots in each)
         return (copy([to_dense(forms, bucket, hvdcompress.ops.fast, forms[0])]),)
     pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
     return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
