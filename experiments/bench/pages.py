@@ -19,7 +19,8 @@ DRAWN = ["none ring", "none mpi", "fp16 ddp", "powersgd ddp", "topk 0.5 %", "sca
 DRAWN += ["gaussiank 0.5 %", "randomk 1 %", "powersgd rank 1", "qsgd 4 bits", "signsgd", "fft", "fp16 compressor"]
 BEST = ["topk 0.5 %", "scalecom 100x", "powersgd rank 1"]
 HOOKS = ["fp16 ddp", "powersgd ddp", "fp16 in DDP", "powersgd rank 1 in DDP", "topk 1 % in DDP", "scalecom 48x in DDP"]
-CODECS = ["fp16", "scalecom", "qsgd", "signsgd", "topk", "dgc", "powersgd", "fft", "gradiveq"]
+CODECS = ["fp16", "scalecom", "topk", "arctopk", "gtopk", "dgc", "oktopk", "signsgd", "qsgd", "powersgd", "fft"]
+CODECS += ["natural", "blockwise", "blockwise values=int4", "blockwise values=int4 rotation=true", "onebit", "gradiveq"]
 NETS = {
     "resnet50": "ResNet-50",
     "gpt2": "a block of GPT-2",
@@ -118,10 +119,11 @@ def _to_loss() -> pd.DataFrame:
 
 def _codec() -> pd.DataFrame:
     frame = results.load("codec").set_index("method")
-    one, ours = frame["net"].isna(), frame["peer"].isna()
-    others = frame[one & frame["peer"].isin(PEERS)]
+    one = frame["net"].isna()
+    others = results.load("codec-peers").set_index("method")
+    others = others[others["peer"].isin(PEERS)]
     columns = {
-        "one tensor": frame["copies"][one & ours].map(number),
+        "one tensor": frame["copies"][one].map(number),
         "ResNet-50's tensors": frame["copies"][~one].map(number),
         "another implementation": others["copies"].map(number) + " (" + others["peer"].map(PEERS) + ")",
     }

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hvdcompress
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.local_steps import OUTER, LocalSteps
+from hvdcompress.plan import plan_of
 from tests.harness import OUT, Skip, case, logged, must_raise
 
 HOROVOD = os.environ["DRIVER"] == "torch"
@@ -125,6 +126,19 @@ def local_steps_are_diloco_or_local_sgd() -> None:
         assert_equal(got, plain(5, 20, outer), 0.0 if WORLD == 2 else 1e-5)  # more ranks are added in another order
         assert_same_on_all_ranks(got)
         assert local.compressors[0].ledger.steps == 4
+
+
+@case
+def the_outer_momentum_is_cancelled_where_it_is_asked_for() -> None:
+    """In settings, a dict, a plan or a method alike; otherwise it is kept."""
+    asked = {**SETTINGS, "optimizer_momentum": "cancel"}
+    plan = plan_of(asked.pop("method"), **asked)
+    kept, _ = trained(2, range(8), outer=OUTER, **SETTINGS)
+    first, _ = trained(2, range(8), outer=OUTER, method=plan)
+    assert any(not torch.equal(first[name], kept[name]) for name in kept)
+    for method in (plan.to_dict(), plan.program.main):
+        rest = {} if isinstance(method, dict) else {"min_elements": plan.min_elements}
+        assert_equal(trained(2, range(8), outer=OUTER, method=method, **rest)[0], first)
 
 
 @contextlib.contextmanager
