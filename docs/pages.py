@@ -147,10 +147,11 @@ def which_method(page: str) -> dict[str, Any]:
     host = frame[(frame.device == "cpu") & (frame.driver == "ddp")]
     one = host[(host.rate == "1gbit") & host.race.isin(list(RACES))]
     mlp = host[host.race == "mlp"]
+    rows = host.set_index(["race", "contender", "rate"])
     return {
         "by_net": pivot(one, "race", RACES, "training"),
         "by_link": pivot(mlp, "rate", LINKS, "link"),
-        "at": lambda race, contender: one[(one.race == race) & (one.contender == contender)].iloc[0],
+        "at": lambda race, contender, rate="1gbit": rows.loc[race, contender, rate],
         "seconds": picture(mlp),
     }
 

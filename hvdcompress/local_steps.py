@@ -191,8 +191,8 @@ class LocalSteps:
         checkpoint: a folder that all ranks see. The state is loaded from there if there is one, and saved after each
             exchange; during the warm-up, every ``every`` steps.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``nodes``, …). The outer optimizer's
-            momentum is kept, unless ``optimizer_momentum`` is given here or in the plan's dict, or is not "adapt" in a
-            plan or a method that is passed as an object.
+            momentum is kept, unless ``optimizer_momentum`` is set: here, in the plan's dict, or to another value than
+            "adapt" in a rule, a plan or a method.
 
     Attributes:
         steps: number of calls of :meth:`step`.
@@ -254,12 +254,13 @@ class LocalSteps:
         self.outer = torch.optim.SGD(anchors, **({"lr": 1.0} if outer is None else outer))
         plan = plan_of(method, **settings)
         schedule = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing, "warmup": warmup}
-        asked = "optimizer_momentum" in {**(method if isinstance(method, Mapping) else {}), **settings}
-        asked = asked or plan.program.main.optimizer_momentum != "adapt"
+        momentum_is_set = "optimizer_momentum" in {**(method if isinstance(method, Mapping) else {}), **settings}
+        stages = [stage for program in plan.programs for stage in program.stages]
+        momentum_is_set |= any(each.optimizer_momentum != "adapt" for _, each in stages)
         for fragment in self.fragments:
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
             fragment.compressor.require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
-            if asked:
+            if momentum_is_set:
                 fragment.compressor.use_optimizer(self.outer)
             elif fragment.compressor.ignore_optimizers() and self.outer.defaults["momentum"] and not self._network.rank:
                 log.warn_once(

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,16 @@ def logged() -> Iterator[list[str]]:
 
 def heavy_tailed(shapes: Mapping[str, tuple[int, ...]], step: int, rank: int) -> dict[str, np.ndarray]:
     """Gradients that float16 and bfloat16 hold exactly, so that dtypes and drivers can be compared."""
-    out = {}
-    for number, (name, shape) in enumerate(shapes.items()):
-        rng = np.random.default_rng([step, rank, number])
-        values = np.asarray(rng.standard_t(3, size=shape), np.float32)
-        values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).clip(-100, 100)
-        out[name] = np.where(np.abs(values) < 1e-3, np.float32(0), values)
-    return out
+    return {
+        name: _drawn((step, rank, number), tuple(shape)).copy() for number, (name, shape) in enumerate(shapes.items())
+    }
+
+
+@lru_cache(maxsize=4096)
+def _drawn(seed: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    values = np.asarray(np.random.default_rng(seed).standard_t(3, size=shape), np.float32)
+    values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).clip(-100, 100)
+    return np.where(np.abs(values) < 1e-3, np.float32(0), values)
 
 
 EXACT = (0.0, 0.0)  #: a tolerance of :func:`assert_close`

@@ -115,7 +115,7 @@ class Blockwise(sums.Quantizer):
     @property
     def unbiased(self) -> bool:
         """Whether the result of each step is unbiased. With feedback, only the average over steps is."""
-        return self.rounding == "stochastic" and self.feedback == "none"
+        return self.rounding == "stochastic" and self.feedback == "none" and self.values != "dynamic8"  # has no −1
 
     @property
     def codec(self) -> LevelCodec:

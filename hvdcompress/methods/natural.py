@@ -20,8 +20,8 @@ training of 300 steps (an MLP on Fashion-MNIST, 2 ranks) it lost no accuracy. Wi
 received bytes grow with p: from 8 ranks on they exceed those of a dense ring all-reduce.
 
 Departures from the paper: values below 2^−126 in magnitude (denormal numbers) are rounded to 0 or ±2^−126, without
-bias. Values beyond ±2^127 are rounded to ±2^127. The paper's natural dithering is ``blockwise`` with ``values:
-natural4`` and ``rounding: stochastic``.
+bias. Values beyond ±2^127 are rounded to ±2^127; sums of values that were rounded up may exceed float32. The paper's
+natural dithering is ``blockwise`` with ``values: natural4`` and ``rounding: stochastic``.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback

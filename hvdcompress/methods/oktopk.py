@@ -10,12 +10,12 @@ rank i has outside of its own region, and m_i is the smallest of these magnitude
     all-gather:    each owner sends its entries T of S with |S| > t
     residual_i = x_i, with x_i[I_i] set to 0 and S − T in the own region
 
-So an owner keeps what it does not send. It sends from k/2p to 2·⌈k/p⌉ entries. ρ and the regions follow from the last
-step. ρ·Σ_i m_i was the k-th largest magnitude gathered, or the last t if fewer than k were, times (4k + c)/5k with the
-number c of gathered entries. The edges of the regions move to where each owner would have sent as many. So each rank
-receives about k entries in either collective, for any number of ranks.
+So an owner keeps what it does not send. It sends from k/2p to 2·⌈k/p⌉ entries, or all of a smaller region. ρ and the
+regions follow from the last step. ρ·Σ_i m_i was the k-th largest magnitude gathered, or of fewer entries the lesser of
+t and the largest one; times (4k + c)/5k with the number c of gathered entries. The edges of the regions move to where
+each owner would have sent as many. So each rank receives about k entries in either collective, for any number of ranks.
 
-What is sent: k (index, value) pairs per rank, each to its owner, then about k/p pairs from each rank to all.
+What is sent: k − ⌊k/p⌋ (index, value) pairs per rank, each to its owner, then about k/p pairs from each rank to all.
 
 Bytes: about 32·p + indices + 4k, then 24 + (indices + 4k)/p; ``num_bytes`` is the limit. Where receivers must know
 lengths in advance (MPI, torch.distributed), 8 bytes per piece precede either collective. State: ρ and the edges.
@@ -61,7 +61,7 @@ from hvdcompress.method import (
     Workspace,
     method,
 )
-from hvdcompress.ops.vectors import Shares
+from hvdcompress.ops.vectors import FP32_MAX, Shares
 from hvdcompress.parts import pack, regions, select
 
 
@@ -125,10 +125,10 @@ class OkTopk(Method):
         shares = [pack.decode(each, None, self.packing(size + 1), ops) for each in received]
         rest = ops.zeros(size + 1, "float32", like=x)
         ops.write(rest, Shares(shares), 1.0)
-        level, rest = ops.max_abs(rest[-1:]), rest[:-1]  # Σ m, R
+        level, rest = min(ops.max_abs(rest[-1:]), FP32_MAX), rest[:-1]  # Σ m, R
 
         sums = x[first : first + size] + rest  # S
-        t = np.float32(state["ratio"].tolist()[0] * level)
+        t = np.float32(min(state["ratio"].tolist()[0] * level, FP32_MAX))
         count = min(max(ops.count_above(sums, t), -(-k // (2 * p))), self.most(k, p))
         top = ops.top_k(sums, count)
         payload = pack.encode(Sparse(top, ops.take(sums, top)), self.packing(size), ctx, work, keep=False)
@@ -142,7 +142,8 @@ class OkTopk(Method):
         own = ops.merge(Sparse(index, ops.concat(sent)), Sparse(left + first, -ops.take(rest, left)), n)
 
         count = len(everywhere)
-        kth = select.just_below(ops.kth_magnitude(total.values, k)) if count >= k else t
-        ratio = kth / level * (4 * k + count) / (5 * k) if level else 0.0
+        values = total.values
+        kth = select.just_below(ops.kth_magnitude(values, k)) if count >= k else min(float(t), ops.max_abs(values))
+        ratio = min(float(kth) / level * (4 * k + count) / (5 * k), FP32_MAX) if level else 0.0
         new = {"ratio": np.array([ratio]), "edges": regions.moved(edges, everywhere, n, ops)}
         return Reduced(total, own, {name: ops.asarray(each.astype(np.float32), like=x) for name, each in new.items()})

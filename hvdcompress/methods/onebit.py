@@ -24,7 +24,7 @@ Where all gradients are zero, as in the rows of an embedding's padding, elements
 a tensor by a rule (``{match: {name: …}, method: none}``).
 
 Departures from the paper: two means per tensor (with ``route: scatter``, per shard), not per column of a weight matrix.
-The means are sums in float64, divided in float32. AdaGrad's place in the paper's pipeline is the user's choice.
+The means are sums in float64, divided in float32. The paper's AdaGrad step is not included.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback

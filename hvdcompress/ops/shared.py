@@ -1,4 +1,4 @@
-"""Code that the numpy and torch backends share: constants, rules and formulas.
+"""Code that backends share: constants, rules and formulas.
 
 Functions with an argument ``xp`` take the library's module (numpy or torch), and use only functions that both modules
 have under the same name. Functions without it use operators and methods that the arrays of both libraries have.
@@ -22,7 +22,7 @@ from hvdcompress.ops.vectors import (
     Flag,
     Half,
     Joined,
-    Levels,
+    LevelCodes,
     NumpyArray,
     Outer,
     Scalar,
@@ -384,12 +384,14 @@ def decoded(x: Array | Coded, ops: Decoders) -> Array:
         return ops.unpack_signs(x.codes, x.norms, x.start + x.size)[x.start :]
     if isinstance(x, Codes):
         return ops.dequantize(x.codes, x.norms, x.bucket, x.bits, x.start + x.size)[x.start :]
-    if isinstance(x, Levels):
+    if isinstance(x, LevelCodes):
         return ops.decode_levels(x.codes, x.norms, x.bucket, x.table, x.bits, x.start + x.size)[x.start :]
     if isinstance(x, Fields):
         return ops.unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
     if isinstance(x, Sum):
-        return ops.add_all([decoded(share, ops) for share in x.shares], isinstance(x.shares[0], Coded))
+        # a Joined may be one array, which is not to be changed
+        into_first = isinstance(x.shares[0], Coded) and not isinstance(x.shares[0], Joined)
+        return ops.add_all([decoded(share, ops) for share in x.shares], into_first)
     if isinstance(x, Joined):
         return ops.concat([decoded(part, ops) for part in x.parts])
     if isinstance(x, Outer):

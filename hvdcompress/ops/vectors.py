@@ -82,7 +82,7 @@ class Codes(NamedTuple):
         return self._replace(start=self.start + start, size=stop - start)
 
 
-class Levels(NamedTuple):
+class LevelCodes(NamedTuple):
     """A dense vector of indices of levels, as returned by :meth:`Ops.encode_levels`.
 
     Attributes:
@@ -103,7 +103,7 @@ class Levels(NamedTuple):
     start: int
     size: int
 
-    def piece(self, start: int, stop: int) -> Levels:
+    def piece(self, start: int, stop: int) -> LevelCodes:
         """Return elements ``start`` to ``stop``."""
         return self._replace(start=self.start + start, size=stop - start)
 
@@ -232,7 +232,7 @@ class Spectra(NamedTuple):
 
 
 #: Dense vectors that :meth:`Ops.write` and :meth:`Ops.subtract` decode, in float32, into their output
-Coded = Half | Codes | Levels | Fields | Sum | Joined | Outer | Spectra
+Coded = Half | Codes | LevelCodes | Fields | Sum | Joined | Outer | Spectra
 
 
 class Shares(NamedTuple):
@@ -258,4 +258,4 @@ def size_of(x: Array | Coded) -> int:
 def piece_of(x: Array | Coded, start: int, stop: int) -> Any:
     """Return elements ``start`` to ``stop`` of a dense vector; :class:`Outer` and :class:`Spectra` have no pieces."""
     assert not isinstance(x, Outer | Spectra)
-    return x.piece(start, stop) if isinstance(x, Half | Codes | Levels | Fields | Sum | Joined) else x[start:stop]
+    return x.piece(start, stop) if isinstance(x, Half | Codes | LevelCodes | Fields | Sum | Joined) else x[start:stop]

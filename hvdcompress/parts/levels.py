@@ -19,12 +19,12 @@ natural    9    0 and ±2^−126, …, ±2^127, without a scale: natural compres
 ========== ==== ==================================================================================================
 
 Rounding is to the nearest level, or random and unbiased: v between the levels a and b becomes b with the probability
-(v − a)/(b − a). As names of ``values``, natural and natural4 are random, as in their paper, and the others nearest;
-random int4 and int8 are qsgd4 and qsgd8. Each rank has its own random stream.
+(v − a)/(b − a), drawn by each rank for itself. dynamic8 has no level −1, so −s becomes −0.993·s. As names of
+``values``, natural and natural4 are random, as in their paper; random int4 and int8 are qsgd4 and qsgd8.
 
 An index counts levels from the lowest one; it is not the bit pattern of an FP8 number, so that zero has one index.
-The scale is a float32: 16 bits would save 16/B of a bit per value (a 16th of a bit for B = 256), and the largest value
-would no longer be a level.
+The scale is a float32: 16 bits would save 16/B of a bit per value (a 16th of a bit for B = 256), and the largest
+magnitude would no longer be a level.
 
 Bytes: 4 per block (not for natural) + ⌈count·bits/8⌉.
 """
@@ -40,7 +40,7 @@ import numpy as np
 
 from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Levels, NumpyArray
+from hvdcompress.ops.vectors import LevelCodes, NumpyArray
 from hvdcompress.parts import seed
 from hvdcompress.parts.wire import WireError
 
@@ -128,14 +128,14 @@ class LevelCodec:
             out[:edge] = ops.to_bytes(scales)
         return out
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Levels:
+    def coded(self, buffer: Array, count: int, ops: Ops) -> LevelCodes:
         """Check encoded values like :meth:`decode`, but leave decoding to the function that writes them."""
         if len(buffer) != self.num_bytes(count):
             raise WireError(f"received {len(buffer)} bytes of {self.name} values, expected {self.num_bytes(count)}")
         edge = self._edge(count)
         scales = ops.from_bytes(buffer[:edge], "float32") if FORMATS[self.name].scaled else self._one(buffer, ops)
         shared, bits = self._shared(count), FORMATS[self.name].bits
-        return Levels(buffer[edge:], scales, shared, levels(self.name), bits, 0, count)
+        return LevelCodes(buffer[edge:], scales, shared, levels(self.name), bits, 0, count)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Decode values; see :meth:`hvdcompress.parts.sums.Codec.decode`. Damaged bytes decode to finite values."""

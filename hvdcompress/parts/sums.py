@@ -155,6 +155,7 @@ def scatter(
     pieces = yield AllToAll(payload)
     summed = work.buffer(f"summed.{stream}", stop - start, "float32", x)
     ops.write(summed, Sum([read(piece, stop - start) for piece in pieces]), 1.0)
+    summed = ops.scaled(summed, 1.0)  # clips Inf, whose error would be Inf, too, and stay in the residual
     again = work.buffer(f"again.{stream}", width, "uint8", x)
     written(summed, ctx.world_size, again)
     shards = yield AllGather(again, fixed_length=True)

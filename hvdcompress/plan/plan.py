@@ -181,10 +181,15 @@ class Plan:
     def _rule_of(self, spec: TensorSpec) -> Rule | None:
         return next((rule for rule in self.rules if rule.match.holds(spec)), None)
 
+    @property
+    def programs(self) -> list[Program]:
+        """The program of tensors to which no rule applies, and those of the rules."""
+        return [self.program, *(rule.program for rule in self.rules)]
+
     @cached_property
     def stateless(self) -> bool:
         """Whether no tensor has state from step to step."""
-        programs = [self.program, *(rule.program for rule in self.rules)]
+        programs = self.programs
         stages = [stage for program in programs for stage in program.stages]
         spec = TensorSpec("any", (8, 8, 3, 3))
         single_stage = len(stages) == len(programs)

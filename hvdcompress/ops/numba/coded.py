@@ -16,7 +16,7 @@ from hvdcompress.ops.numba._kernels import codes, floats, levels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.shared import filled
-from hvdcompress.ops.vectors import Coded, Codes, Fields, Half, Levels, Sum
+from hvdcompress.ops.vectors import Coded, Codes, Fields, Half, LevelCodes, Sum
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 _CACHED = 1 << 19  # number of elements that stay in the cache while the shares of all ranks are added to them
@@ -60,7 +60,7 @@ def adder(share: Any) -> Adder | None:
     """Return the adder of a coded vector or an array, or None if no kernel accepts it."""
     if isinstance(share, Codes):
         return _of_codes(share)
-    if isinstance(share, Levels):
+    if isinstance(share, LevelCodes):
         return _of_levels(share)
     if isinstance(share, Fields):
         return _of_fields(share)
@@ -94,7 +94,7 @@ def _inverse_levels(bits: int) -> tuple[np.float32, np.float32]:
     return high, np.float32(whole - float(high))
 
 
-def _of_levels(share: Levels) -> Adder | None:
+def _of_levels(share: LevelCodes) -> Adder | None:
     buffer, norms, bucket, table, bits, begin, size = share
     stop = begin + size
     if not plain(buffer, dtype=np.uint8) or not plain(norms):

@@ -12,7 +12,7 @@ from hvdcompress.ops.numba._kernels import levels as kernels
 from hvdcompress.ops.numba.arrays import plain
 from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.shared import filled, level_edges
-from hvdcompress.ops.vectors import Levels
+from hvdcompress.ops.vectors import LevelCodes
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 
@@ -37,7 +37,7 @@ def encode_levels(
 
 def decode_levels(buffer: Array, norms: Array, bucket: int, levels: Array, bits: int, count: int) -> Array:
     out = np.empty(count, np.float32)
-    if not coded.write(out, Levels(buffer, norms, bucket, levels, bits, 0, count), 1.0):
+    if not coded.write(out, LevelCodes(buffer, norms, bucket, levels, bits, 0, count), 1.0):
         return reference.decode_levels(buffer, norms, bucket, levels, bits, count)
     return out
 

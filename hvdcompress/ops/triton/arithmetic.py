@@ -170,7 +170,7 @@ def write_parts(outs: Sequence[Array], total: Array | Sparse | Shares | Coded, f
 
 def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
     n = len(out)
-    if isinstance(total, Half) and plain(total.values, dtype=torch.float16) and total.size == n and plain(out):
+    if isinstance(total, Half) and plain(total.values, dtype=torch.float16) and total.size == n and out.is_contiguous():
         launch(kernels.write_half, blocks(n), out, out, total.values, f32(total.scale), f32(factor), n, BLOCK=BLOCK)
         return
     total = end_to_end(total, concat) if isinstance(total, Shares) else dense(total)

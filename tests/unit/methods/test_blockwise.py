@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hvdcompress
+from hvdcompress import testing
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import Trial, numbers
 from tests.unit.methods.quantizers import assert_errors_average_out, assert_nothing_is_lost
@@ -27,6 +28,30 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 def test_nothing_is_lost(id: str, settings: dict[str, Any]) -> None:
     """The shares add up, the error of the second encoding included."""
     assert_nothing_is_lost(id, 1e-4, **settings)
+
+
+@pytest.mark.parametrize("backend", testing.backends())
+@pytest.mark.parametrize(
+    ("id", "settings"),
+    [
+        *(
+            (id, settings)
+            for id, settings in SETTINGS
+            if settings.get("route", "scatter") == "scatter" and id != "onebit"
+        ),
+        ("onebit", {"route": "scatter"}),
+        ("qsgd", {"route": "scatter", "feedback": "plain"}),
+        ("signsgd", {"route": "scatter"}),
+    ],
+)
+def test_a_sum_beyond_float32_does_not_stay_in_the_residual(id: str, settings: dict[str, Any], backend: str) -> None:
+    """Gradients near the largest float32, whose sum is Inf, leave finite results and residuals in later steps."""
+    net = Loopback(id, 2, min_elements=1, ops=testing.backends()[backend], **settings)
+    for step, value in enumerate((1.0, 3e38, 1.0, 1.0, 1.0)):
+        with np.errstate(over="ignore"):
+            out = net.allreduce([np.full(1024, value, np.float32)] * 2, name="w")[0]
+        assert np.isfinite(net.residual("w", 0)).all(), step
+        assert step == 1 or np.isfinite(out).all(), step
 
 
 def test_errors_of_ranks_average_out() -> None:
@@ -52,6 +77,12 @@ def test_bytes_by_the_formula(n: int, world_size: int) -> None:
     assert sent("blockwise", values="int4", route="gather") == 24 + of_block(n)
     assert sent("natural") == 24 + math.ceil(9 * n / 8)
     assert sent("onebit", route="scatter") == (world_size + 1) * (8 + math.ceil(shard / 8))
+
+
+def test_a_format_without_the_level_minus_one_is_biased() -> None:
+    for values, unbiased in (("dynamic8", False), ("fp8_e4m3", True)):
+        method = hvdcompress.get("blockwise", values=values, rounding="stochastic", feedback="none")
+        assert method.unbiased is unbiased
 
 
 def test_rotation_needs_the_route_scatter() -> None:

@@ -56,7 +56,7 @@ def test_beside_an_independent_oracle(world_size: int, n: int, density: float) -
             np.testing.assert_allclose(net.residual("w", rank), memory[rank], atol=1e-4)
         slots = net.ranks[0].states["w"].slots
         count = np.count_nonzero(total)
-        kth = np.sort(np.abs(total))[-k] if count >= k else ratio * level
+        kth = np.sort(np.abs(total))[-k] if count >= k else min(ratio * level, np.abs(total).max())
         assert slots["ratio"][0] == pytest.approx(kth / level * (4 * k + count) / (5 * k) if level else 0, rel=1e-4)
         ratio, edges = slots["ratio"][0], slots["edges"]
 
@@ -85,6 +85,19 @@ def test_about_k_entries_are_gathered() -> None:
         out = net.allreduce([numbers((n,), rank, step) for rank in range(8)], "w")[0]
         counts.append(np.count_nonzero(out))
     assert max(counts) <= 2 * k and 0.8 * k < np.mean(counts[10:]) < 1.2 * k
+
+
+def test_a_threshold_that_was_far_too_high_is_lowered() -> None:
+    """Magnitudes that fall from 1 to 1e-36 within a tensor, and then do not."""
+    large, small = np.arange(1, 33, dtype=np.float32), np.full(32, 1e-36, np.float32)
+    net = Loopback("oktopk", world_size=2, density=0.25, min_elements=1)
+    net.allreduce([np.concatenate([large, small]), np.concatenate([small, large])], name="w")
+    counts = []
+    for step in range(30):
+        out = net.allreduce([numbers((64,), 2 * step + rank) for rank in range(2)], name="w")[0]
+        assert np.isfinite(net.ranks[0].state_dict()["state"]["w"]["ratio"]).all()
+        counts.append(np.count_nonzero(out))
+    assert np.mean(counts[:5]) <= 10 and np.mean(counts[-10:]) >= 12  # of 16
 
 
 def test_regions_follow_the_entries() -> None:

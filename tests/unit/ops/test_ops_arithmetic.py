@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.scan import Found, Scan, Velocity
-from hvdcompress.ops.vectors import Codes, Fields, Half, Joined, Levels, Shares, Sparse, Sum, piece_of
+from hvdcompress.ops.vectors import Codes, Fields, Half, Joined, LevelCodes, Shares, Sparse, Sum, piece_of
 from tests.unit.ops.comparing import MAX, SPECIAL, Put, call, changed, chosen, get, host, vector
 
 INDEX = ("int32", "int64")
@@ -113,7 +113,7 @@ def coded(kind: str, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
         table = np.linspace(-1, 1, (1 << bits) - 1, dtype=np.float32)
         norms = reference.bucket_norms(r, bucket, "max")
         codes = reference.encode_levels(r, norms, bucket, table, bits)
-        return Levels(put(codes), put(norms), bucket, table, bits, 0, n)
+        return LevelCodes(put(codes), put(norms), bucket, table, bits, 0, n)
     bits, bucket = map(int, kind.split("/"))
     norms, codes = reference.quantize_max(r, bucket, bits, key)
     return Codes(put(codes), put(norms), bucket, bits, 0, n)

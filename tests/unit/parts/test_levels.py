@@ -154,7 +154,7 @@ def test_the_rotation_is_a_hadamard_matrix_and_is_undone(n: int) -> None:
     signs = np.tile(rotation.signs(block, context(), x, ops), len(y) // block)
     matrix = np.array([[(-1.0) ** (a & b).bit_count() for a in range(block)] for b in range(block)])
     padded = np.concatenate([x, np.zeros(len(y) - n)]) * signs
-    np.testing.assert_allclose(y.reshape(-1, block), padded.reshape(-1, block) @ matrix / math.sqrt(block), atol=1e-5)
+    np.testing.assert_allclose(y.reshape(-1, block), padded.reshape(-1, block) @ matrix / block, atol=1e-5)
 
 
 def test_the_rotation_spreads_a_large_value() -> None:

@@ -105,7 +105,7 @@ def pack_signs(x, flag, out):
 
 @compiled
 def pack(codes, width, out):
-    """Pack codes, one per byte, to ``width`` bits each. ``codes`` has zeros up to a multiple of 8."""
+    """Pack codes, one per element, to ``width`` bits each. ``codes`` has zeros up to a multiple of 8."""
     if width == 8:
         for j in range(out.size):
             out[j] = codes[j]

@@ -53,8 +53,9 @@ def encode(x, norms, bucket, steps, pairs, bits, random, key, out, begin, end):
     """Pack the index of each element's level, which is the number of edges below it.
 
     With ``random``, edges are the largest numbers below each level but the first, otherwise the middles between levels.
-    ``steps``: [2^16] uint32, for the floats with equal upper 16 bits. At most one edge is among them: the number of
-    edges below them all, times 2^16, plus what must be exceeded to carry beyond the edge by adding the lower 16 bits.
+    ``steps``: [2^16] uint32, for each group of floats with equal upper 16 bits. Upper half: the number of edges below
+    the group. Lower half: 0xFFFF minus the lower bits of the group's edge, of which there is at most one; so adding a
+    number's lower 16 bits carries if the number is above the edge. 0 without an edge.
     ``pairs``: [2^bits] uint64, each level and its distance to the next one, which is Inf above the last level.
     """
     codes = np.zeros(BLOCK, np.uint32)
