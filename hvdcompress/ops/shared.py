@@ -389,9 +389,12 @@ def decoded(x: Array | Coded, ops: Decoders) -> Array:
     if isinstance(x, Fields):
         return ops.unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
     if isinstance(x, Sum):
-        # a Joined may be one array, which is not to be changed
-        into_first = isinstance(x.shares[0], Coded) and not isinstance(x.shares[0], Joined)
-        return ops.add_all([decoded(share, ops) for share in x.shares], into_first)
+        first, *others = x.shares
+        # An array must not be changed, nor a Joined, which may be one
+        total, is_new = decoded(first, ops), isinstance(first, Coded) and not isinstance(first, Joined)
+        for share in others:
+            total, is_new = ops.add_all([total, decoded(share, ops)], is_new), True
+        return total if is_new else ops.add_all([total], False)
     if isinstance(x, Joined):
         return ops.concat([decoded(part, ops) for part in x.parts])
     if isinstance(x, Outer):

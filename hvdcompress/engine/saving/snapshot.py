@@ -292,7 +292,7 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
         there = [{slot: _on_host(array) for slot, array in slots.items()} for slots in kept]
         each = zip(bucket.members, there, strict=True)
         forms = tuple(_piece(m, slots, np.concatenate) if slots else nothing for m, slots in each)
-        return (copy([to_dense(forms, bucket, hvdcompress.ops.fast, forms[0])]),)
+        return (copy([to_dense(forms, bucket, hvdcompress.ops.fast, nothing.values)]),)
     pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
     return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
 

@@ -61,6 +61,7 @@ def encode(x, norms, bucket, steps, pairs, bits, random, key, out, begin, end):
     codes = np.zeros(BLOCK, np.uint32)
     share = np.zeros(BLOCK, np.float32)
     share_bits = np.zeros(BLOCK, np.uint32)
+    words = np.zeros(bits * _WORDS, np.uint32)
     if random:
         drawn = np.zeros(BLOCK, np.uint32)
         found = np.zeros(BLOCK, np.uint64)
@@ -80,16 +81,15 @@ def encode(x, norms, bucket, steps, pairs, bits, random, key, out, begin, end):
             gather(codes[:size], pairs, found)
             round_at_random(share[:size], found.view(np.float32), drawn, codes)
         codes[size:] = 0
-        pack(codes, bits, out[start * bits // 8 : (stop * bits + 7) // 8])
+        pack(codes, bits, words, out[start * bits // 8 : (stop * bits + 7) // 8])
 
 
 @compiled
-def pack(codes, bits, out):
-    """Pack codes [BLOCK] to ``bits`` bits each, lowest bit first."""
+def pack(codes, bits, words, out):
+    """Pack codes [BLOCK] to ``bits`` bits each, lowest bit first. ``words`` [bits·BLOCK/32] is scratch memory."""
     if bits <= 8:
         packing.pack(codes, bits, out)
         return
-    words = np.zeros(bits * _WORDS, np.uint32)
     held = np.uint64(0)
     filled = at = 0
     for i in range(codes.size):
