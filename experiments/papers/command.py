@@ -12,7 +12,7 @@ from experiments.options import split
 
 
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="A paper by its method's id: scalecom, gradiveq, fft or gaussiank.")],
+    paper: Annotated[str, typer.Argument(help="scalecom, gradiveq, fft, gaussiank, or peers: newer methods.")],
     full: Annotated[
         bool | None,
         typer.Option(
