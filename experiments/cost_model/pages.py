@@ -12,7 +12,8 @@ from experiments.cost_model.fitted import Fitted
 from experiments.report import results
 from experiments.report.numbers import num_bytes, number, seconds_of
 
-DRAWN = ("dense", "fp16", "scalecom 100x", "topk 0.5 %", "gtopk 0.5 %", "powersgd rank 1", "qsgd 4 bits", "signsgd")
+DRAWN = ["dense", "fp16", "scalecom 100x", "topk 0.5 %", "gtopk 0.5 %", "oktopk 0.5 %", "arctopk 0.5 %"]
+DRAWN += ["powersgd rank 1", "qsgd 4 bits", "signsgd"]
 SHOWN = (4, 16, 64, 256, 1024)
 MEANING = {
     "message": "a message that waits for another",
