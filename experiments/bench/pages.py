@@ -81,7 +81,18 @@ def two_levels() -> dict[str, Any]:
         "codec": _levels(fast, "codec", seconds_of),
         "state": _levels(fast, "state", num_bytes),
     }
-    return {"levels": pd.DataFrame(table)}
+    return {"levels": pd.DataFrame(table), "two_hosts": _two_hosts()}
+
+
+def _two_hosts() -> pd.DataFrame:
+    """Return the time added to a step with two levels, divided by that with one, for each set of gradients and rate."""
+    rows = []
+    for name in ("bench-nodes-2-hosts", "bench-nodes-resnet50"):
+        for (net, rate), some in results.load(name).groupby(["set", "rate"]):
+            over = some.set_index("contender")["over"]
+            ratios = {method: number(over[f"two-level {method}"] / over[method]) for method in LEVELS}
+            rows.append({"": f"{NETS[net]}, {title(rate)}", **ratios})
+    return pd.DataFrame(rows)
 
 
 def _levels(rows: pd.DataFrame, column: str, shown: Callable[[float], str]) -> list[str]:

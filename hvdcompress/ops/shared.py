@@ -359,6 +359,9 @@ def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
     return (a.reshape(rows, -1) @ b.reshape(columns, -1).T).ravel()
 
 
+# -- coded vectors ----------------------------------------------------------------------------------------------------
+
+
 class Decoders(NamedTuple):
     """The ops of a backend that compute the elements of coded vectors."""
 
