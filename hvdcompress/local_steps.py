@@ -255,8 +255,7 @@ class LocalSteps:
         plan = plan_of(method, **settings)
         schedule = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing, "warmup": warmup}
         momentum_is_set = "optimizer_momentum" in {**(method if isinstance(method, Mapping) else {}), **settings}
-        stages = [stage for program in plan.programs for stage in program.stages]
-        momentum_is_set |= any(each.optimizer_momentum != "adapt" for _, each in stages)
+        momentum_is_set |= any(each.optimizer_momentum != "adapt" for each in plan.methods)
         for fragment in self.fragments:
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
             fragment.compressor.require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})

@@ -182,18 +182,17 @@ class Plan:
         return next((rule for rule in self.rules if rule.match.holds(spec)), None)
 
     @property
-    def programs(self) -> list[Program]:
-        """The program of tensors to which no rule applies, and those of the rules."""
-        return [self.program, *(rule.program for rule in self.rules)]
+    def methods(self) -> list[Method]:
+        """The methods of all stages: of tensors to which no rule applies, then of each rule."""
+        programs = [self.program, *(rule.program for rule in self.rules)]
+        return [method for program in programs for _, method in program.stages]
 
     @cached_property
     def stateless(self) -> bool:
         """Whether no tensor has state from step to step."""
-        programs = self.programs
-        stages = [stage for program in programs for stage in program.stages]
         spec = TensorSpec("any", (8, 8, 3, 3))
-        single_stage = len(stages) == len(programs)
-        return single_stage and all(method.feedback == "none" and not method.state(spec) for _, method in stages)
+        single_stage = len(self.methods) == 1 + len(self.rules)
+        return single_stage and all(method.feedback == "none" and not method.state(spec) for method in self.methods)
 
     def buckets(
         self,

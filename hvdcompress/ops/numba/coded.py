@@ -71,11 +71,8 @@ def adder(share: Any) -> Adder | None:
 
 def _of_codes(share: Codes) -> Adder | None:
     buffer, norms, bucket, bits, begin, size = share
-    stop = begin + size
-    bucket = bucket if bits > 1 else max(stop, 1)
-    if not plain(buffer, dtype=np.uint8) or not plain(norms):
-        return None
-    if norms.size * bucket < stop or buffer.size * 8 < stop * bits:
+    bucket = bucket if bits > 1 else max(begin + size, 1)
+    if not _suffice(buffer, norms, bucket, bits, begin + size):
         return None
     high, low = _inverse_levels(bits)
     norm_bits = norms.view(np.int32)
@@ -84,6 +81,13 @@ def _of_codes(share: Codes) -> Adder | None:
         codes.add_codes(buffer, norm_bits, bucket, bits, high, low, begin + first, out, add, sign, factor)
 
     return add_to
+
+
+def _suffice(buffer: Array, norms: Array, bucket: int, bits: int, stop: int) -> bool:
+    """Return whether the kernels accept codes and norms, and these are enough for ``stop`` elements."""
+    if not plain(buffer, dtype=np.uint8) or not plain(norms):
+        return False
+    return norms.size * bucket >= stop and buffer.size * 8 >= stop * bits
 
 
 @cache
@@ -96,10 +100,7 @@ def _inverse_levels(bits: int) -> tuple[np.float32, np.float32]:
 
 def _of_levels(share: LevelCodes) -> Adder | None:
     buffer, norms, bucket, table, bits, begin, size = share
-    stop = begin + size
-    if not plain(buffer, dtype=np.uint8) or not plain(norms):
-        return None
-    if norms.size * bucket < stop or buffer.size * 8 < stop * bits:
+    if not _suffice(buffer, norms, bucket, bits, begin + size):
         return None
     norm_bits = norms.view(np.int32)
     every = filled(table, 1 << bits, table[-1])

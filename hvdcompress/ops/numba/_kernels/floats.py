@@ -66,6 +66,17 @@ def from_bf16(bits, out):
 
 
 @compiled
+def add_scaled(values, scale, out, add, factor):
+    """Set out = (out + values·scale)·factor, or without ``add`` out = values·scale·factor."""
+    if add:
+        for i in range(out.size):
+            out[i] = (out[i] + values[i] * scale) * factor
+    else:
+        for i in range(out.size):
+            out[i] = values[i] * scale * factor
+
+
+@compiled
 def add_bf16(half, scale, out, add, factor):
     """As :func:`add_fp16`, for the bits of bfloat16."""
     held = np.zeros(BLOCK, np.float32)
@@ -75,12 +86,7 @@ def add_bf16(half, scale, out, add, factor):
         o = out[start : start + BLOCK]
         for i in range(h.size):
             bits[i] = np.uint32(h[i]) << np.uint32(16)
-        if add:
-            for i in range(h.size):
-                o[i] = (o[i] + held[i] * scale) * factor
-        else:
-            for i in range(h.size):
-                o[i] = held[i] * scale * factor
+        add_scaled(held, scale, o, add, factor)
 
 
 @compiled

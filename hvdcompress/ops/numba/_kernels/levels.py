@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdcompress.ops.numba._kernels import codes as packing
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
+from hvdcompress.ops.numba._kernels.floats import add_scaled
 from hvdcompress.ops.shared import FP32_MAX_BITS
 
 _LOW = np.uint32(0xFFFF)
@@ -122,16 +123,6 @@ def unpack(buffer, bits, levels, words, values):
             held = np.uint64(words[word]) | np.uint64(words[word + np.uint64(1)]) << np.uint64(32)
             values[i] = levels[held >> (bit & np.uint64(31)) & mask]
             bit += np.uint64(bits)
-
-
-@compiled
-def add_scaled(values, unit, out, add, factor):
-    if add:
-        for i in range(out.size):
-            out[i] = (out[i] + values[i] * unit) * factor
-    else:
-        for i in range(out.size):
-            out[i] = values[i] * unit * factor
 
 
 @compiled
