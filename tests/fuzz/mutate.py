@@ -1,4 +1,4 @@
-"""Mutations of valid bytes: each is drawn from (decoder, seed, number), so a number is enough to see one again."""
+"""Mutations of valid bytes. Decoder, seed and number determine a mutation, so it can be repeated."""
 
 from __future__ import annotations
 
@@ -23,24 +23,18 @@ Change = Callable[[random.Random, Bytes, Sequence[bytes]], None]
 
 
 def _place(draw: random.Random, data: Bytes) -> int:
-    """Anywhere; often in the first bytes, where headers are."""
+    """Return a position, often in the first bytes, where headers are."""
     return draw.randrange(max(1, min(len(data), 64) if draw.random() < 0.4 else len(data)))
 
 
 def flip(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """A bit."""
+    """Flip a bit."""
     if data:
         data[_place(draw, data)] ^= 1 << draw.randrange(8)
 
 
-def byte(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """A byte."""
-    if data:
-        data[_place(draw, data)] = draw.choice((0, 1, 127, 128, 255, draw.randrange(256)))
-
-
 def number(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """A number in its place."""
+    """Overwrite a number."""
     form = draw.choice(["<B", "<H", "<I", "<Q", "<f", "<d"])
     value = draw.choice(FLOATS) if form[1] in "fd" else draw.choice(INTEGERS) % 256 ** struct.calcsize(form)
     packed = struct.pack(form, value)
@@ -49,56 +43,50 @@ def number(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
     data[place : place + len(packed)] = packed
 
 
-def noise(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """Random bytes in a span."""
-    place, length = _place(draw, data), draw.choice((4, 16, 64, 4096))
-    length = min(length, len(data) - place)
-    data[place : place + length] = draw.randbytes(length)
+def overwrite(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
+    """Write random bytes, or one byte again and again, to a span."""
+    place = _place(draw, data)
+    length = min(draw.choice((1, 4, 16, 64, 4096)), len(data) - place)
+    constant = bytes([draw.choice((0, 1, 127, 128, 255))]) * length
+    data[place : place + length] = draw.choice((constant, draw.randbytes(length)))
 
 
-def same(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """One byte in a whole span."""
-    place, length = _place(draw, data), draw.choice((4, 16, 64, 4096))
-    length = min(length, len(data) - place)
-    data[place : place + length] = bytes([draw.choice((0, 255, 1, 128))]) * length
-
-
-def cut_off(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """The end is missing."""
+def truncate(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
+    """Remove the end."""
     del data[_place(draw, data) if draw.random() < 0.5 else max(0, len(data) - draw.randrange(1, 9)) :]
 
 
-def longer(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """More bytes follow."""
+def extend(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
+    """Append bytes."""
     data += draw.randbytes(draw.choice((1, 3, 4, 24, 200)))
 
 
-def removed(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """A span is missing."""
+def remove(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
+    """Remove a span."""
     place = _place(draw, data)
     del data[place : place + draw.choice((1, 4, 8, 50))]
 
 
-def twice(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """A span comes a second time."""
+def repeat(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
+    """Repeat a span."""
     place = _place(draw, data)
     data[place:place] = data[place : place + draw.choice((1, 4, 24, 100))]
 
 
-def word(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """A word that means something to a reader of text."""
+def insert_word(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
+    """Insert a word that has a meaning in YAML or JSON."""
     place, found = _place(draw, data), draw.choice(WORDS)
     data[place : place + draw.choice((0, 0, 1, len(found)))] = found
 
 
 def splice(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """The end of another input."""
+    """Replace the end by that of another input."""
     other = draw.choice(others)
     data[_place(draw, data) :] = other[draw.randrange(len(other) + 1) :]
 
 
-def repaired(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
-    """A payload's header is made whole again, so that what follows it is read."""
+def repair_header(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
+    """Restore the header and length of a payload, so that the decoder reads what follows."""
     valid = next((other for other in others if other[:2] == wire.MAGIC), None)
     if valid is not None:
         data[: wire.NUM_BYTES] = valid[: wire.NUM_BYTES]
@@ -106,15 +94,15 @@ def repaired(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
         data += bytes(len(valid) - len(data))
 
 
-CHANGES: tuple[Change, ...] = (flip, byte, number, noise, same, cut_off, longer, removed, twice, word, splice)
+CHANGES: tuple[Change, ...] = (flip, number, overwrite, truncate, extend, remove, repeat, insert_word, splice)
 
 
 def mutation(name: str, seed: int, count: int, inputs: Sequence[bytes]) -> bytes:
-    """Mutation ``count`` of a decoder's inputs."""
+    """Return mutation ``count`` of a decoder's inputs."""
     draw = random.Random(f"{name} {seed} {count}")
     data = bytearray(draw.choice(inputs))
     for _ in range(draw.choice((1, 1, 2, 4, 8))):
         draw.choice(CHANGES)(draw, data, inputs)
     if draw.random() < 0.4:
-        repaired(draw, data, inputs)
+        repair_header(draw, data, inputs)
     return bytes(data)

@@ -1,6 +1,6 @@
 """Triton's kernels run in its interpreter, on CPU tensors.
 
-With a GPU: ``TRITON_INTERPRET=0 pytest tests/unit/ops/test_ops.py -k "triton and ops_on"``
+With a GPU: ``TRITON_INTERPRET=0 pytest tests/unit/ops -k triton``
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fixtures ``backend``, every array backend in turn, and ``native``, those that run on the processor."""
+"""Fixtures: ``backend`` is each array backend in turn, ``native`` each one that runs on the processor."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ import pytest
 from tests.unit.ops.comparing import BACKENDS
 
 
-def _imported(name: str) -> Any:
-    pytest.importorskip(name)
-    return importlib.import_module(f"hvdcompress.ops.{name}")
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Any:
-    return _imported(request.param)
+    pytest.importorskip(request.param)
+    return importlib.import_module(f"hvdcompress.ops.{request.param}")
 
 
 @pytest.fixture(scope="module", params=[name for name in BACKENDS if name != "triton"])
 def native(request: pytest.FixtureRequest) -> Any:
-    """For tests of many elements: Triton's interpreter takes a thousand times as long for them."""
-    return _imported(request.param)
+    """For tests of many elements, which take Triton's interpreter a thousand times as long."""
+    pytest.importorskip(request.param)
+    return importlib.import_module(f"hvdcompress.ops.{request.param}")

@@ -1,8 +1,7 @@
-"""Every backend's ops are those of the spec, and give the reference's results to the bit."""
+"""Every backend has the ops of the spec, and returns the reference's results to the byte."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import re
@@ -11,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import hvdcompress
 from hvdcompress.ops import numpy as reference
@@ -20,184 +17,162 @@ from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Sparse
 from hvdcompress.parts import pack
-from tests.unit.ops.comparing import BACKENDS, CALLS, Put, compare, finite, get, host, op_names, vector
+from tests.unit.ops.calls import CALLS, TO_ROUNDING
+from tests.unit.ops.comparing import BACKENDS, Put, compare, get, host, op_names, own_ops
+from tests.unit.ops.inputs import key, vector
 
 FOLDER = Path(hvdcompress.__file__).parent / "ops"
-SUBJECTS = sorted(Path(__file__).parent.glob("test_ops_*.py"))
-for file in SUBJECTS:  # they register the calls that are compared here
-    importlib.import_module(f"tests.unit.ops.{file.stem}")
-
 
 # -- the spec -----------------------------------------------------------------------------------------------------
 
 
-def test_backends_are_those_in_the_folder() -> None:
+def test_every_folder_is_a_tested_backend() -> None:
     assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} == set(BACKENDS)
 
 
-def test_backends_have_the_ops_of_the_spec_and_no_others(backend: Any) -> None:
-    assert list(backend.__all__) == sorted(op_names())
-    functions = {name for name, f in inspect.getmembers(backend, inspect.isfunction) if name[0] != "_"}
-    assert functions == op_names()
-
-
-def test_ops_take_the_arguments_of_the_spec(backend: Any) -> None:
-    """mypy checks their number and types, in ``ops/__init__.py``, but neither names nor defaults."""
+def test_backends_have_the_ops_of_the_spec_with_its_arguments(backend: Any) -> None:
+    """mypy checks the number and types of the arguments, in ``ops/__init__.py``, but neither names nor defaults."""
 
     def arguments(function: Any) -> list[Any]:
         return [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
 
+    assert list(backend.__all__) == sorted(op_names())
+    assert {name for name, _ in inspect.getmembers(backend, inspect.isfunction) if name[0] != "_"} == op_names()
     for op in op_names():
         assert arguments(getattr(backend, op)) == arguments(getattr(Ops, op))[1:], op
-
-
-def test_ops_are_documented_in_the_spec_and_there_only(backend: Any) -> None:
-    for op in op_names():
-        told = inspect.getdoc(getattr(Ops, op)) or ""
-        assert re.match(r"[A-Z].*\.", told), f"Ops.{op} has no sentence that says what it does"
         assert len((getattr(backend, op).__doc__ or "").splitlines()) <= 1, f"{op} is documented in ops/spec.py"
 
 
-def test_ops_import_nothing_of_the_package_but_ops() -> None:
-    for path in FOLDER.rglob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(source)):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                assert node.level == 0 and "*" not in [a.name for a in node.names], path
-                names = [node.module or ""]
-            for name in names:
-                assert not name.startswith("hvdcompress") or name.startswith("hvdcompress.ops"), (
-                    f"{path} imports {name}"
-                )
-
-
-def test_backends_do_not_import_each_other() -> None:
-    """But for those that numba and triton fall back to."""
-    for backend, others in (
+@pytest.mark.parametrize(
+    "backend,others",
+    [
         ("numpy", "numba|torch|triton"),
         ("numba", "torch|triton"),
         ("torch", "numpy|numba|triton"),
         ("triton", "numpy|numba"),
-    ):
-        for path in (FOLDER / backend).rglob("*.py"):
-            source = path.read_text(encoding="utf-8")
-            assert not re.search(rf"from hvdcompress\.ops(\.| import )({others})\b", source), path
+    ],
+)
+def test_backends_import_only_the_backend_they_fall_back_to(backend: str, others: str) -> None:
+    for path in (FOLDER / backend).rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        assert not re.search(rf"from hvdcompress\.ops(\.| import )({others})\b", source), path
 
 
 # -- the reference's results --------------------------------------------------------------------------------------
 
 
-def test_every_op_is_compared() -> None:
-    assert CALLS.keys() == op_names()
+def test_every_op_is_compared_with_the_reference() -> None:
+    assert op_names() == CALLS.keys() | TO_ROUNDING
 
 
-@settings(max_examples=8)
-@given(pairs=st.lists(st.tuples(finite, finite), max_size=40))
-def test_ops_on_any_floats(native: Any, pairs: list[tuple[float, float]]) -> None:
-    x, residual = np.array(pairs, np.float32).reshape(-1, 2).T
-    compare(native, np.ascontiguousarray(x), np.ascontiguousarray(residual))
-
-
+#: kind and length: empty, one element, an odd length, one block of 512 and a little more, several blocks with ties
+VECTORS = [("normal", 0), ("special", 1), ("ties", 31), ("special", 515), ("heavy", 4099)]
 KINDS = ("normal", "heavy", "constant", "ties", "special")
-#: kinds that say more of a length than others; of few elements, most kinds are alike
-TELLING = {0: ("normal",), 1: ("normal", "special"), 2: ("ties", "special"), 1024: ("normal", "ties", "special")}
+ALL_VECTORS = [(kind, n) for n in (0, 1, 2, 31, 1024, 4099) for kind in KINDS]
 
 
+@pytest.mark.parametrize("vectors", [VECTORS, pytest.param(ALL_VECTORS, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize(
-    "kind,n",
-    [
-        pytest.param(kind, n, marks=[] if kind in TELLING.get(n, KINDS) else [pytest.mark.slow])
-        for n in (0, 1, 2, 31, 1024, 4099)
-        for kind in KINDS
-    ],
+    "name,op", [(name, op) for name in ("numba", "torch") for op in own_ops(name) if op not in TO_ROUNDING]
 )
-def test_ops_on_vectors(native: Any, kind: str, n: int) -> None:
-    compare(native, vector(kind, n), vector(kind, n, seed=1))
+def test_results_equal_the_references(name: str, op: str, vectors: list[tuple[str, int]]) -> None:
+    ops = importlib.import_module(f"hvdcompress.ops.{name}")
+    for kind, n in vectors:
+        compare(ops, vector(kind, n), vector(kind, n, seed=1), [op])
 
 
-@pytest.mark.parametrize("kind,n", [("heavy", 1), ("special", 515), pytest.param("ties", 2100, marks=pytest.mark.slow)])
-def test_triton_ops_on_vectors(kind: str, n: int) -> None:
-    """Of one program and of several, of equal magnitudes in several."""
-    pytest.importorskip("triton")
-    triton_ops = importlib.import_module("hvdcompress.ops.triton")
-    compare(triton_ops, vector(kind, n), vector(kind, n, seed=1))
+@pytest.mark.parametrize("kind,n", [("special", 515), pytest.param("ties", 2100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("op", [op for op in own_ops("triton") if op not in TO_ROUNDING])
+def test_results_under_triton_equal_the_references(op: str, kind: str, n: int) -> None:
+    """Vectors of 2100 elements need several programs of a kernel."""
+    compare(importlib.import_module("hvdcompress.ops.triton"), vector(kind, n), vector(kind, n, seed=1), [op])
 
 
-def test_indices_above_2_to_the_24(native: Any) -> None:
-    n = 2**24 + 3  # float32 cannot tell 2^24 and 2^24 + 1 apart
-    put, x = Put(native), np.zeros(n, np.float32)
-    places = np.array([5, 2**24 - 1, 2**24 + 1, 2**24 + 2], np.int32)
-    x[places] = [1, -2, 3, -4]
-    there = put(x, changes=True)
-    index = native.top_k(there, 4)
-    assert get(index) == get(native.first_above(there, np.float32(0), 9)) == get(places)
+#: float32 cannot tell 2^24 and 2^24 + 1 apart
+PLACES = np.array([5, 2**24 - 1, 2**24 + 1, 2**24 + 2], np.int32)
+
+
+@pytest.fixture(scope="module")
+def long_vector() -> np.ndarray:
+    """A vector of more than 2^24 elements, all zero but four."""
+    x = np.zeros(2**24 + 3, np.float32)
+    x[PLACES] = [1, -2, 3, -4]
+    return x
+
+
+def test_indices_above_2_to_the_24(native: Any, long_vector: np.ndarray) -> None:
+    put, n = Put(native), long_vector.size
+    x = put(long_vector, changes=True)
+    index = native.top_k(x, 4)
+    assert get(index) == get(native.first_above(x, np.float32(0), 9)) == get(PLACES)
     packed = pack.encode_index(index, "elias_fano", n, native)
-    assert get(packed) == get(pack.encode_index(places, "elias_fano", n, reference))
+    assert get(packed) == get(pack.encode_index(PLACES, "elias_fano", n, reference))
     index = pack.decode_index(packed, "elias_fano", 4, n, native)
-    native.subtract(there, Sparse(index, native.take(there, index)), 1.0)
-    assert native.max_abs(there) == 0.0
-    native.write(there, Sparse(index, put(x[places])), 1.0)
-    offset = native.chunk_argmax(there, 1 << 20)
+    native.subtract(x, Sparse(index, native.take(x, index)), 1.0)
+    assert native.max_abs(x) == 0.0
+    native.write(x, Sparse(index, put(long_vector[PLACES])), 1.0)
+    offset = native.chunk_argmax(x, 1 << 20)
     assert host(native.chunk_positions(offset, 1 << 20, (n,)))[[0, -2, -1]].tolist() == [5, 2**24 - 1, 2**24 + 2]
 
 
-# -- backends -----------------------------------------------------------------------------------------------------
+def test_codes_of_elements_above_2_to_the_24(native: Any, long_vector: np.ndarray) -> None:
+    put, n = Put(native), long_vector.size
+    x, one = put(np.sign(long_vector)), put(np.ones(1, np.float32))
+    quantized = native.dequantize(native.quantize(x, one, n, 2, key(5)), one, n, 2, n)
+    added = native.unpack_fields(native.pack_fields(x, 3), 3, n, 1)
+    assert get(quantized) == get(added) == get(np.sign(long_vector))
+    signs = host(native.unpack_signs(native.pack_signs(x), one, n))
+    assert np.flatnonzero(signs < 0).tolist() == [2**24 - 1, 2**24 + 2]
 
 
-def test_unusual_memory_goes_to_the_reference() -> None:
+# -- inputs that kernels do not take ------------------------------------------------------------------------------
+
+
+def test_numba_passes_unusual_memory_to_the_reference() -> None:
     numba_ops = pytest.importorskip("hvdcompress.ops.numba")
     x = vector("normal", 2000)
     frozen = x.copy()
     frozen.flags.writeable = False
     unaligned = np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32)
-    for unusual in (frozen, x[::2], x.astype(np.float64), unaligned):
-        for op, arguments in (("top_k", (20,)), ("chunk_argmax", (7,)), ("count_above", (0.5,)), ("max_abs", ())):
+    calls: dict[str, tuple[Any, ...]] = {
+        "top_k": (20,), "chunk_argmax": (7,), "count_above": (0.5,), "max_abs": (), "bucket_norms": (100, "max"),
+        "quantize": (np.full(20, 4, np.float32), 100, 4, key(5)),
+    }  # fmt: skip
+    for unusual in (frozen, x[::2], unaligned):
+        for op, arguments in calls.items():
             found = getattr(numba_ops, op)(unusual, *arguments)
             assert get(found) == get(getattr(reference, op)(unusual, *arguments)), op
 
 
 def test_lengths_that_differ_are_an_error() -> None:
     numba_ops = pytest.importorskip("hvdcompress.ops.numba")
-    x, short, index = (np.zeros(n, np.float32) for n in (100, 50, 60))
-    for call_it in (
-        lambda: numba_ops.subtract(x, short, 0.5),
-        lambda: numba_ops.subtract(x, Sparse(index.astype(np.int32), short), 0.5),
-        lambda: numba_ops.write(x, Sparse(index.astype(np.int32), short), 0.5),
-        lambda: numba_ops.accumulate(x, short, 0.5, x),
-        lambda: numba_ops.accumulate(x, x, 0.5, short, Scan(moments=True)),
-        lambda: numba_ops.blend(x, short, 0.5),
+    x, short, index = np.zeros(100, np.float32), np.zeros(50, np.float32), np.zeros(60, np.int32)
+    for op, *arguments in (
+        ("subtract", x, short, 0.5),
+        ("subtract", x, Sparse(index, short), 0.5),
+        ("write", x, Sparse(index, short), 0.5),
+        ("accumulate", x, short, 0.5, x),
+        ("accumulate", x, x, 0.5, short, Scan(moments=True)),
+        ("blend", x, short, 0.5),
     ):
         with pytest.raises((ValueError, IndexError)):
-            call_it()
+            getattr(numba_ops, op)(*arguments)
 
 
 @pytest.mark.parametrize("bad", [-1, 100, 2**31 - 1, -(2**31)])
 def test_compiled_code_never_writes_out_of_bounds(bad: int) -> None:
     numba_ops = pytest.importorskip("hvdcompress.ops.numba")
-    damaged = Sparse(np.array([3, bad], np.int32), np.ones(2, np.float32))
-    with pytest.raises(IndexError):
-        numba_ops.write(np.zeros(100, np.float32), damaged, 1.0)
-    with pytest.raises(IndexError):
-        numba_ops.subtract(np.zeros(100, np.float32), damaged, 1.0)
-    for index in (damaged.index, damaged.index.astype(np.int64)):
+    x, damaged = np.zeros(100, np.float32), Sparse(np.array([3, bad], np.int32), np.ones(2, np.float32))
+    for op, *arguments in (
+        ("write", x, damaged, 1.0),
+        ("subtract", x, damaged, 1.0),
+        ("take", x, damaged.index),
+        ("take", x, damaged.index.astype(np.int64)),
+        ("set_bits", damaged.index, 100),
+    ):
         with pytest.raises(IndexError):
-            numba_ops.take(np.zeros(100, np.float32), index)
-    with pytest.raises(IndexError):
-        numba_ops.set_bits(damaged.index, 100)
-
-
-def test_torch_waits_for_the_device_in_one_place_only() -> None:
-    files = sorted(path for name in ("torch", "triton") for path in (FOLDER / name).glob("*.py"))
-    source = "".join(path.read_text(encoding="utf-8") for path in files)
-    assert re.findall(r"\.(?:cpu|numpy|item|tolist)\(", source) == [".tolist("]
-    assert re.search(r"def host\(x: Array\) -> Any:\n.*\n    return x.tolist\(\)", source)
+            getattr(numba_ops, op)(*arguments)
 
 
 def test_fast_is_the_compiled_backend() -> None:
-    numba_ops = pytest.importorskip("hvdcompress.ops.numba")
-    from hvdcompress.ops import fast
-
-    assert fast is numba_ops
-    with pytest.raises(AttributeError):
-        hvdcompress.ops.slow  # noqa: B018
+    assert hvdcompress.ops.fast is pytest.importorskip("hvdcompress.ops.numba")

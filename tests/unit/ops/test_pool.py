@@ -1,8 +1,10 @@
-"""Memory that is used again never belongs to two arrays at once."""
+"""Tests of ``ops/pool.py``: memory that is used again never belongs to two arrays at once."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,60 +13,42 @@ pytest.importorskip("numba")
 
 from hvdcompress.ops import pool
 
-MANY = pool.MIN_BYTES
+SIZE = pool.MIN_BYTES
 
 
-def address(array: np.ndarray) -> int:
-    return array.ctypes.data
-
-
-def test_memory_of_an_array_that_is_gone_is_used_again() -> None:
-    first = pool.empty(MANY, np.float32)
-    place = address(first)
+def test_memory_of_a_deleted_array_is_used_again() -> None:
+    first = pool.empty(SIZE, np.float32)
+    address = first.ctypes.data
     del first
-    again = pool.empty(MANY - 1, np.float32)
-    assert address(again) == place and again.shape == (MANY - 1,) and again.dtype == np.float32
-    again[:] = 1.0
+    again = pool.empty(SIZE - 1, np.float32)
+    assert again.ctypes.data == address and again.shape == (SIZE - 1,) and again.dtype == np.float32
+    assert pool.empty(8, np.int64).flags.owndata  # small arrays do not come from the pool
 
 
 def test_memory_in_use_outlives_clearing() -> None:
-    array = pool.empty(MANY, np.float64)
+    array = pool.empty(SIZE, np.float64)
     array[:] = 3.0
     pool.clear()
-    others = [pool.empty(MANY, np.float64) for _ in range(3)]
-    for other in others:
+    for other in [pool.empty(SIZE, np.float64) for _ in range(3)]:
         other[:] = 4.0
     assert (array == 3.0).all()
 
 
-@pytest.mark.parametrize("keep", [lambda x: x, lambda x: x[5:9], lambda x: x.view(np.int32)[::2], memoryview])
-def test_memory_that_is_referred_to_is_not(keep) -> None:
-    first = pool.empty(MANY, np.float32)
-    start, stop = address(first), address(first) + first.nbytes
-    part = keep(first)
+@pytest.mark.parametrize("view", [lambda x: x[5:9], lambda x: x.view(np.int32)[::2], memoryview])
+def test_memory_with_a_view_is_not_used_again(view: Callable[[np.ndarray], Any]) -> None:
+    first = pool.empty(SIZE, np.float32)
+    start, stop = first.ctypes.data, first.ctypes.data + first.nbytes
+    part = view(first)
     del first
-    other = pool.empty(MANY, np.float32)
-    assert not start <= address(other) < stop
+    assert not start <= pool.empty(SIZE, np.float32).ctypes.data < stop
     del part
 
 
-def test_little_memory_is_the_allocators() -> None:
-    assert pool.empty(8, np.int64).flags.owndata and not pool.empty(MANY, np.int64).flags.owndata
-
-
 def test_threads_never_share_memory() -> None:
-    wrong = []
+    def is_alone(number: int) -> bool:
+        array = pool.empty(SIZE, np.int32)
+        array[:] = number
+        return bool((array == number).all())
 
-    def work(number: int) -> None:
-        for _ in range(300):
-            array = pool.empty(MANY, np.int32)
-            array[:] = number
-            if (array != number).any():
-                wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_alone, range(1200)))
