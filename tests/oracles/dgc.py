@@ -12,13 +12,13 @@ class Oracle:
         self.momentum = np.float32(momentum)
         self.k = min(n, max(1, int(round(density * 10**9) * n // 10**9)))
         self.u = [np.zeros(n, np.float32) for _ in range(world_size)]  # the paper's u: velocity
-        self.v = [np.zeros(n, np.float32) for _ in range(world_size)]  # the paper's v: velocities not sent yet
+        self.memory = [np.zeros(n, np.float32) for _ in range(world_size)]  # the paper's v: velocities not sent yet
 
     def step(self, gradients: list[np.ndarray]) -> np.ndarray:
-        total = np.zeros(len(gradients[0]))
+        total = np.zeros(gradients[0].size)
         for rank, gradient in enumerate(gradients):
-            u, v = self.u[rank], self.v[rank]
-            u[:] = self.momentum * u + gradient
+            u, v = self.u[rank], self.memory[rank]
+            u[:] = self.momentum * u + gradient.ravel()
             v += u
             mask = np.zeros(len(u), bool)
             mask[sorted(range(len(v)), key=lambda i: (-abs(float(v[i])), i))[: self.k]] = True

@@ -27,19 +27,23 @@ def threshold_of_the_paper(u: np.ndarray, k: int, tolerance: float) -> np.float3
 
 
 class Oracle:
-    """The published search with memory and reuse on one rank."""
+    """The published search with memory and reuse, on each rank."""
 
-    def __init__(self, n: int, density: float, tolerance: float, interval: int):
+    def __init__(self, world_size: int, n: int, density: float, tolerance: float, interval: int):
         self.k, self.tolerance, self.interval = num_kept(density, n), tolerance, interval
-        self.memory, self.steps, self.t = np.zeros(n, np.float32), 0, FRESH
+        self.memory = [np.zeros(n, np.float32) for _ in range(world_size)]
+        self.thresholds = [FRESH] * world_size
+        self.steps = 0
 
-    def step(self, gradient: np.ndarray) -> np.ndarray:
-        u = gradient + self.memory
-        if self.steps % self.interval == 0 or not self.t > 0:
-            self.t = threshold_of_the_paper(u, self.k, self.tolerance)
+    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
+        total = np.zeros(len(gradients[0]))
+        for rank, gradient in enumerate(gradients):
+            u = gradient + self.memory[rank]
+            if self.steps % self.interval == 0 or not self.thresholds[rank] > 0:
+                self.thresholds[rank] = threshold_of_the_paper(u, self.k, self.tolerance)
+            index = np.flatnonzero(np.abs(u) > self.thresholds[rank])[: 2 * self.k]
+            total[index] += u[index]
+            u[index] = 0
+            self.memory[rank] = u
         self.steps += 1
-        sent = np.zeros_like(u)
-        places = np.flatnonzero(np.abs(u) > self.t)[: 2 * self.k]
-        sent[places] = u[places]
-        self.memory = u - sent
-        return sent
+        return total

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.parts import seed
-from hvdcompress.testing import Trial, numbers
+from hvdcompress.testing import numbers
 
 
 def signs(m: int, r: int, step: int) -> np.ndarray:
@@ -22,7 +21,7 @@ def signs(m: int, r: int, step: int) -> np.ndarray:
     "world_size,n,density,row,sketch",
     [(1, 40, 0.1, 4, 1), (2, 57, 0.2, 5, 2), (3, 3, 0.5, 4, 1), (3, 61, 0.1, 1, 3), (4, 33, 1.0, 8, 1)],
 )
-def test_beside_an_independent_oracle(world_size: int, n: int, density: float, row: int, sketch: int) -> None:
+def test_matches_a_dense_computation(world_size: int, n: int, density: float, row: int, sketch: int) -> None:
     net = Loopback("arctopk", world_size=world_size, density=density, row=row, sketch=sketch, min_elements=1)
     memory = [np.zeros(n) for _ in range(world_size)]
     rows = n // row
@@ -48,37 +47,9 @@ def test_rows_are_those_of_the_sum() -> None:
     net = Loopback("arctopk", world_size=2, density=0.125, row=8, sketch=64, min_elements=1)
     out = net.allreduce(gradients, "w")[0]
     assert not out[:8].any() and np.count_nonzero(out) == 8
-    for id in ("topk", "scalecom"):
-        other = Loopback(id, world_size=2, density=0.125, min_elements=1)
-        other.allreduce(gradients, "w")
-        assert not other.residual("w", 0)[:8].any(), f"{id} sends what cancels out"
 
 
 def test_sketches_estimate_the_norms_of_rows() -> None:
     x = numbers((4, 32), 1)
     found = np.mean([(x @ signs(32, 2, step)) ** 2 for step in range(3000)], axis=(0, 2))
     np.testing.assert_allclose(found, (x**2).sum(1), rtol=0.1)
-
-
-@pytest.mark.parametrize("values,width", [("fp32", 4), ("fp16", 2)])
-@pytest.mark.parametrize("n,density", [(100_000, 0.01), (4100, 0.3), (10, 0.1)])
-def test_bytes_are_constant_in_p(n: int, density: float, values: str, width: int) -> None:
-    rows = n // 64
-    k = 64 * min(rows, max(1, int(rows * density + 1e-9))) + n % 64
-    for world_size in (1, 2, 4, 8, 64):
-        net = Loopback("arctopk", world_size=world_size, density=density, row=64, values=values, min_elements=1)
-        net.allreduce([numbers((n,), rank) for rank in range(world_size)], "w")
-        sent = {net.ledger.bytes_sent(rank) for rank in range(world_size)}
-        assert sent == {4 * net.plan.program.main.sketch * rows + width * k}  # type: ignore[attr-defined]
-
-
-def test_two_sums() -> None:
-    net = Trial(hvdcompress.get("arctopk", density=0.1), 3)
-    net.allreduce([numbers((5000,), rank) for rank in range(3)], "w")
-    assert [(c.collective, c.op, c.dtypes[0]) for c in net.log] == [("AllReduce", "sum", "float32")] * 2
-
-
-def test_density_one_is_the_dense_sum() -> None:
-    net = Loopback("arctopk", world_size=5, density=1.0, row=7, min_elements=1)
-    gradients = [numbers((40,), rank) for rank in range(5)]
-    np.testing.assert_allclose(net.allreduce(gradients, op="sum")[0], np.sum(gradients, axis=0), rtol=1e-5, atol=1e-6)

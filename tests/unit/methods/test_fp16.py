@@ -6,31 +6,16 @@ import numpy as np
 import pytest
 
 from hvdcompress.loopback import Loopback
-from hvdcompress.testing import Trial, numbers
-
-LARGEST = 65504.0
+from hvdcompress.testing import numbers
 
 
-def average_stays_in_range(world_size: int, value: float = 60000.0) -> None:
-    """All ranks at nearly the largest float16: the average is that value, not Inf and no saturated sum."""
+@pytest.mark.parametrize("world_size", [1, 2, 3, 64, 256])
+def test_average_is_the_value_or_the_largest_float16(world_size: int) -> None:
+    """No sum overflows: all ranks have nearly the largest float16. Values beyond it saturate and are counted."""
     net = Loopback("fp16", world_size=world_size, min_elements=1)
-    out = net.allreduce([np.full(3, value, np.float32)] * world_size, "w")[0]
+    out = net.allreduce([np.float32([60000, 1, 1e9, -1e37, 70000])] * world_size, "w")[0]
     # each of the p − 1 additions rounds to 11 bits, and with equal addends all in one direction
-    np.testing.assert_allclose(out, value, rtol=2e-3 + world_size * 2.0**-13)
-    assert net.ledger.counters(0).get("saturated", 0) == 0
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64, 1000, 1024])
-def test_sums_of_many_workers_stay_in_range(world_size: int) -> None:
-    average_stays_in_range(world_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 7, 64, 1000, 1024])
-def test_beyond_the_range_saturates_and_is_counted(world_size: int) -> None:
-    net = Loopback("fp16", world_size=world_size, min_elements=1)
-    out = net.allreduce([np.float32([1e9, -1e37, 1, 70000])] * world_size, "w")[0]
-    assert np.isfinite(out).all()
-    np.testing.assert_allclose(out, [LARGEST, -LARGEST, 1, LARGEST], rtol=3e-3 + world_size * 2.0**-13)
+    np.testing.assert_allclose(out, [60000, 1, 65504, -65504, 65504], rtol=2e-3 + world_size * 2.0**-13)
     assert net.ledger.counters(world_size - 1) == {"saturated": 3}
 
 
@@ -44,17 +29,16 @@ def test_opposite_extremes_cancel() -> None:
 def test_rounds_as_numpys_float16(world_size: int) -> None:
     """For p a power of two the division is exact: the result is the float16 sum of the rounded gradients."""
     net = Loopback("fp16", world_size=world_size, min_elements=1)
-    for step in range(20):
+    for step in range(5):
         gradients = [numbers((41,), rank, step) for rank in range(world_size)]
         expected = np.float16(gradients[0] / np.float32(world_size))
         for gradient in gradients[1:]:
             expected = expected + np.float16(gradient / np.float32(world_size))  # numpy adds float16 to float16
-        out = net.allreduce(gradients, "w")[0]
-        np.testing.assert_array_equal(out, expected.astype(np.float32))
+        np.testing.assert_array_equal(net.allreduce(gradients, "w")[0], expected.astype(np.float32))
 
 
-def test_small_values_survive_down_to_the_stated_bound() -> None:
-    """Values below about 6e-8·p round to zero; with feedback they are sent once they have added up."""
+def test_small_values_are_zero_without_feedback_and_add_up_with_it() -> None:
+    """Values below about 6e-8·p round to zero."""
     net = Loopback("fp16", world_size=4, min_elements=1)
     out = net.allreduce([np.float32([5e-7, 1e-8])] * 4, "w")[0]
     assert out[0] > 0 and out[1] == 0
@@ -64,9 +48,3 @@ def test_small_values_survive_down_to_the_stated_bound() -> None:
         total += kept.allreduce([np.float32([1e-8])] * 4, "w")[0]
     np.testing.assert_allclose(total + kept.residual("w", 0), 1e-6, rtol=1e-3)
     assert total[0] > 5e-7
-
-
-def test_bytes_and_dtype_on_the_wire() -> None:
-    net = Trial(Loopback("fp16", world_size=3).plan.program.main, 3)
-    net.allreduce([np.ones(101, np.float32)] * 3, "w")
-    assert [(c.collective, c.dtypes[0], c.num_bytes) for c in net.log] == [("AllReduce", "float16", (202, 202, 202))]

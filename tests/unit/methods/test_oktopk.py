@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 import hvdcompress
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import AllToAll, Context, TensorSpec, Workspace
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.parts.regions import SHARES, bounds
 from hvdcompress.parts.wire import NUM_BYTES, WireError
 from hvdcompress.testing import Trial, numbers
@@ -26,14 +24,14 @@ def largest(x: np.ndarray, k: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "world_size,n,density", [(1, 40, 0.1), (2, 57, 0.07), (3, 2, 0.5), (3, 61, 0.1), (4, 33, 1.0), (7, 200, 0.1)]
 )
-def test_beside_an_independent_oracle(world_size: int, n: int, density: float) -> None:
+def test_matches_a_dense_computation(world_size: int, n: int, density: float) -> None:
     """Given the threshold and the regions, what is sent follows; both follow from what was gathered."""
     net = Loopback("oktopk", world_size=world_size, density=density, min_elements=1)
     memory = [np.zeros(n) for _ in range(world_size)]
     k = min(n, max(1, int(n * density + 1e-9)))
     least, most = -(-k // (2 * world_size)), min(k, 2 * -(-k // world_size))
     ratio, edges = 0.0, np.zeros(SHARES - 1, np.float32)
-    for step in range(15):
+    for step in range(10):
         gradients = [numbers((n,), rank, step) for rank in range(world_size)]
         memory = [m + g for m, g in zip(memory, gradients, strict=True)]
         at = bounds(edges, n, world_size)
@@ -61,33 +59,17 @@ def test_beside_an_independent_oracle(world_size: int, n: int, density: float) -
         ratio, edges = slots["ratio"][0], slots["edges"]
 
 
-@pytest.mark.parametrize("values", ["fp32", "fp16", "bf16", "qsgd4", "rangefloat8"])
-@pytest.mark.parametrize("world_size", range(1, 8))
-def test_nothing_is_lost(world_size: int, values: str) -> None:
-    """Σ sent + Σ residual = Σ gradients: including what owners dropped and what rounding changed."""
-    net = Loopback("oktopk", world_size=world_size, density=0.07, values=values, min_elements=1)
-    given, sent = np.zeros(100), np.zeros(100)
-    for step in range(6):
-        gradients = [numbers((100,), rank, step, kind="heavy" if step == 3 else "normal") for rank in range(world_size)]
-        given += np.sum(gradients, axis=0, dtype=np.float64)
-        outs = net.allreduce(gradients, "w", op="sum")
-        assert len({out.tobytes() for out in outs}) == 1
-        sent += outs[0]
-        kept = np.sum([net.residual("w", rank) for rank in range(world_size)], axis=0, dtype=np.float64)
-        np.testing.assert_allclose(sent + kept, given, atol=1e-6 * np.abs(given).max() * world_size)
-
-
 def test_about_k_entries_are_gathered() -> None:
     n, k = 20_000, 200
     net = Loopback("oktopk", world_size=8, density=k / n)
     counts = []
-    for step in range(40):
+    for step in range(30):
         out = net.allreduce([numbers((n,), rank, step) for rank in range(8)], "w")[0]
         counts.append(np.count_nonzero(out))
     assert max(counts) <= 2 * k and 0.8 * k < np.mean(counts[10:]) < 1.2 * k
 
 
-def test_a_threshold_that_was_far_too_high_is_lowered() -> None:
+def test_threshold_that_is_far_too_high_is_lowered() -> None:
     """Magnitudes that fall from 1 to 1e-36 within a tensor, and then do not."""
     large, small = np.arange(1, 33, dtype=np.float32), np.full(32, 1e-36, np.float32)
     net = Loopback("oktopk", world_size=2, density=0.25, min_elements=1)
@@ -118,49 +100,35 @@ def test_regions_follow_the_entries() -> None:
     assert min(inner) > 1000 and max(inner) < 2000
 
 
-def test_regions_cover_the_tensor() -> None:
-    for n, p in [(0, 3), (1, 4), (5, 8), (1000, 3), (1000, 100), (2**33, 7)]:
-        for edges in (np.zeros(63, np.float32), np.sort(numbers((63,), 1)) / 4 + np.float32(0.5)):
-            found = bounds(np.clip(edges, 0, 1), n, p)
-            assert found[0] == 0 and found[-1] == n and len(found) == p + 1
-            assert sorted(found) == found
-    assert bounds(np.zeros(63, np.float32), 1000, 4) == [0, 250, 500, 750, 1000]
-
-
-def test_bytes_hardly_grow_with_p() -> None:
-    """Bytes that a rank hands over, of 20 000 elements at 5 %: topk receives p times as much."""
-    n, settings = 20_000, {"density": 0.05, "min_elements": 1}
-    spec = TensorSpec("w", (n,))
-    topk = hvdcompress.get("topk", density=0.05).num_bytes(spec, 2)
-    for world_size in (2, 4, 8, 64):
-        net = Loopback("oktopk", world_size=world_size, **settings)
+def test_bytes_hardly_grow_with_the_number_of_ranks() -> None:
+    """Bytes that a rank sends, of 20 000 elements at 5 %, next to those of topk."""
+    n = 20_000
+    topk = hvdcompress.get("topk", density=0.05).num_bytes(TensorSpec("w", (n,)), 2)
+    for world_size in (2, 8, 32):
+        net = Loopback("oktopk", world_size=world_size, density=0.05, min_elements=1)
         for step in range(2):
             net.ledger.reset()
             net.allreduce([numbers((n,), rank, step) for rank in range(world_size)], "w")
             sent = max(net.ledger.bytes_sent(rank) for rank in range(world_size))
-            assert sent <= net.plan.program.main.num_bytes(spec, world_size)
             assert sent < topk * (1 + 2 / world_size) + 36 * world_size
-    gathered = {p: Loopback("topk", world_size=p, **settings) for p in (2, 64)}
-    for p, net in gathered.items():
-        net.allreduce([numbers((n,), rank) for rank in range(p)], "w")
-    assert gathered[64].ledger.bytes_on_wire(0) == 63 * gathered[2].ledger.bytes_on_wire(0)
 
 
-def test_a_damaged_piece_is_refused() -> None:
+@pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "short"])
+def test_damaged_piece_is_refused(damage: str) -> None:
     method = hvdcompress.get("oktopk", density=0.1)
-
-    def first(rank: int) -> Any:
-        ctx = Context(rank, 2, 0, TensorSpec("w", (200,)))
-        state = {"ratio": np.zeros(1, np.float32), "edges": np.zeros(SHARES - 1, np.float32)}
-        return method.exchange(numbers((200,), rank), state, ctx, Workspace(hvdcompress.ops.fast))
-
-    ranks = [first(rank) for rank in range(2)]
-    collectives = [next(rank) for rank in ranks]
-    assert all(isinstance(each, AllToAll) and each.receives is None for each in collectives)
-    (own, other), _ = carry_out(collectives)
-    longer = np.r_[other, other[:4]]
-    for bad in (other[:-4], longer, np.r_[other[:3], ~other[3:4], other[4:]], other[:10]):
-        with pytest.raises(WireError):
-            rank = first(0)
-            next(rank)
-            rank.send([own, np.ascontiguousarray(bad)])
+    state = {"ratio": np.zeros(1, np.float32), "edges": np.zeros(SHARES - 1, np.float32)}
+    ranks = [
+        method.exchange(
+            numbers((200,), rank), state, Context(rank, 2, 0, TensorSpec("w", (200,))), Workspace(hvdcompress.ops.fast)
+        )
+        for rank in range(2)
+    ]
+    (own, other), _ = carry_out([next(rank) for rank in ranks])
+    bad = {
+        "cut": other[:-4],
+        "longer": np.r_[other, other[:4]],
+        "flipped": np.r_[other[:3], ~other[3:4], other[4:]],
+        "short": other[:10],
+    }[damage]
+    with pytest.raises(WireError):
+        ranks[0].send([own, np.ascontiguousarray(bad)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,39 +15,21 @@ from pydantic import Field
 
 import hvdcompress
 from hvdcompress import method as contract
-from hvdcompress import registry
+from hvdcompress import methods, registry
+from hvdcompress.loopback import Loopback
 from hvdcompress.method import Method
-
-IDS = ["bf16", "fp16", "gaussiank", "none", "randomk", "scalecom", "topk"]
-
-
-def test_available_is_sorted_and_has_the_seven() -> None:
-    found = hvdcompress.available()
-    assert found == sorted(found) and set(IDS) <= set(found)
+from hvdcompress.testing import check_method
 
 
 def test_every_file_in_methods_is_a_method_and_its_name_the_id() -> None:
     folder = Path(hvdcompress.__file__).parent / "methods"
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert files <= set(hvdcompress.available())
+    found = hvdcompress.available()
+    assert found == sorted(found) and files <= set(found)
     for id, cls in registry.classes().items():
-        assert cls.id == id and issubclass(cls, Method) and cls.paper and cls.sends
-
-
-@pytest.mark.parametrize("id", hvdcompress.available())
-def test_method_is_a_frozen_value(id: str) -> None:
-    method = hvdcompress.get(id)
-    assert method == hvdcompress.get(id) and hash(method) == hash(hvdcompress.get(id))
-    assert method == hvdcompress.get(id, **method.hyperparameters())
-    with pytest.raises((FrozenInstanceError, AttributeError)):
-        method.beta = 0.5  # type: ignore[misc]
-    with pytest.raises((TypeError, ValueError)):
-        type(method)(0.5)  # there are no positional arguments
-
-
-def test_methods_of_different_ids_are_different() -> None:
-    methods = [hvdcompress.get(id) for id in hvdcompress.available()]
-    assert len(set(methods)) == len(methods)
+        assert cls.id == id and issubclass(cls, Method)
+        with pytest.raises((TypeError, ValueError)):
+            cls(0.5)  # there are no positional arguments
 
 
 @pytest.mark.parametrize(
@@ -56,17 +38,13 @@ def test_methods_of_different_ids_are_different() -> None:
         ("topkk", {}, ["topkk", "did you mean 'topk'", "available"]),
         ("topk", {"densty": 0.1}, ["densty", "did you mean 'density'", "it has"]),
         ("topk", {"density": 0.0}, ["density", "greater than 0"]),
-        ("topk", {"density": -1}, ["density", "-1"]),
         ("topk", {"density": 1.5}, ["density", "1.5", "less than or equal to 1"]),
         ("topk", {"density": True}, ["density", "boolean"]),
         ("topk", {"density": "lots"}, ["density", "lots"]),
-        ("topk", {"density": None}, ["density"]),
         ("topk", {"density": float("nan")}, ["density"]),
-        ("topk", {"density": float("inf")}, ["density"]),
         ("topk", {"values": "fp8"}, ["values", "fp8", "bf16"]),
         ("topk", {"feedback": "yes"}, ["feedback", "lowpass"]),
         ("scalecom", {"beta": 0}, ["beta"]),
-        ("scalecom", {"beta": 1.01}, ["beta"]),
         ("scalecom", {"select": "best"}, ["select", "exact"]),
         ("gaussiank", {"refine": "never"}, ["refine", "paper"]),
         ("gaussiank", {"scope": "all"}, ["scope", "global"]),
@@ -74,7 +52,6 @@ def test_methods_of_different_ids_are_different() -> None:
         ("gradiveq", {"paper": True, "samples": "all"}, ["samples", "'all'", "paper: true", "'first'"]),
         ("topk", {"paper": True}, ["topk", "paper"]),
         ("randomk", {"unbiased": True}, ["unbiased", "feedback"]),
-        ("none", {"density": 0.1}, ["none", "density"]),
         ("topk", {"id": "x"}, ["id"]),
         (["topk"], {}, ["unknown method"]),
         (None, {}, ["unknown method"]),
@@ -87,16 +64,12 @@ def test_errors_name_the_field(id: Any, given: dict[str, Any], words: list[str])
         assert word in str(caught.value)
 
 
-def test_paper_is_short_for_the_papers_settings() -> None:
+def test_paper_stands_for_the_settings_of_the_paper() -> None:
     method = hvdcompress.get("gradiveq", paper=True, dense_steps=7)
     assert method == hvdcompress.get("gradiveq", dense_steps=7, **type(method).published)
     assert method == hvdcompress.get("gradiveq", paper=True, samples="first", dense_steps=7)
     assert method == hvdcompress.get("gradiveq", paper=True, **method.hyperparameters())
-    assert (
-        hvdcompress.get("gradiveq", paper=False)
-        == hvdcompress.get("gradiveq")
-        != hvdcompress.get("gradiveq", paper=True)
-    )
+    assert hvdcompress.get("gradiveq", paper=False) == hvdcompress.get("gradiveq") != method
     for cls in registry.classes().values():
         assert cls.published.keys() <= {field.name for field in fields(cls)}
 
@@ -134,13 +107,9 @@ def _entry_point(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> No
 
 
 def test_entry_points_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_registry: None) -> None:
-    from hvdcompress.loopback import Loopback
-    from hvdcompress.testing import check_method
-
     _entry_point(monkeypatch, tmp_path, "thirdparty_plain")
     assert "thirdparty_plain" in hvdcompress.available()
     check_method(hvdcompress.get("thirdparty_plain"), world_sizes=(2,), sizes=(1, 9), steps=2)
-    Loopback("thirdparty_plain", world_size=2)
     assert hvdcompress.load({"method": "thirdparty_plain"}).program.main.id == "thirdparty_plain"
     assert registry.docstring(registry.classes()["thirdparty_plain"]) == "A third party's method."
 
@@ -153,10 +122,8 @@ def test_two_methods_of_one_id_are_an_error(
         hvdcompress.available()
 
 
-def test_a_class_is_registered_anywhere() -> None:
+def test_class_can_be_registered_again() -> None:
     """As in a notebook, where running a cell again makes the class again."""
-    from hvdcompress.loopback import Loopback
-
     for scale in (1, 2):
 
         @contract.method("mine")
@@ -179,7 +146,7 @@ def test_a_class_is_registered_anywhere() -> None:
         contract.method("topk")
 
 
-def test_legal_values_in_words() -> None:
+def test_options_list_their_values_in_words() -> None:
     """Of an option of every kind, also of types that a third party writes without the library's validators."""
 
     class Given(Method):
@@ -200,8 +167,6 @@ def test_legal_values_in_words() -> None:
 
 
 def test_every_method_has_its_class_in_the_package() -> None:
-    from hvdcompress import methods
-
     classes = {getattr(methods, name) for name in methods.__all__}
     assert classes == {registry.classes()[id] for id in hvdcompress.available()}
     with pytest.raises(AttributeError, match="TopQ"):
