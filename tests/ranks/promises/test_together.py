@@ -1,4 +1,4 @@
-"""All features at once. ``tests/unit/engine`` tries each pair of them."""
+"""All features at once. ``tests/unit/engine/test_state_machine.py`` tries random combinations of them."""
 
 from __future__ import annotations
 

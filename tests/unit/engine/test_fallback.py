@@ -1,68 +1,68 @@
-"""Compression is given up where it does not pay: what is compared, when it is decided, and what is saved."""
+"""The fallback to uncompressed steps: what is compared, when it is decided, and what is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdcompress.engine.bucket_state import BucketState
-from hvdcompress.engine.compressor import Compressor
 from hvdcompress.engine.fallback import SCHEDULE, Fallback, Verdict
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.telemetry import log
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast
-from hvdcompress.plan import PlanError, load, plan_of
+from hvdcompress.plan import plan_of
 
 ALL = sum(count for _, count in SCHEDULE)
 
 
-def play(compressed: float, dense: float, steps: int = ALL + 5, ranks: int = 2) -> tuple[list[Fallback], list[bool]]:
-    """Go through steps of these lengths; the last rank is slower by half. Return the ranks and the steps' kinds."""
-    group = [Fallback(on=True) for _ in range(ranks)]
+def play(compressed: float, dense: float, steps: int = ALL + 5) -> tuple[list[Fallback], list[bool]]:
+    """Play steps of these lengths on two ranks, the last of which takes half as long again.
+
+    Returns:
+        The fallback of each rank, and whether each step was uncompressed.
+    """
+    ranks = [Fallback(on=True) for _ in range(2)]
     kinds: list[bool] = []
-    now = [0.0] * ranks
+    now = np.zeros(2)
     for _ in range(steps):
-        assert len({each.uncompressed for each in group}) == len({each.verdict for each in group}) == 1
-        kinds.append(group[0].uncompressed)
-        votes = [[] if kinds[-1] else each.votes() for each in group]
-        assert len({len(each) for each in votes}) == 1
-        voted = [max(each) for each in zip(*votes, strict=True)]
-        for number, each in enumerate(group):
-            each.end_step()
-            each.decide(voted)
-            seconds = (dense if kinds[-1] else compressed) * (1.5 if number == ranks - 1 else 1.0)
-            each.note(now[number], now[number] + seconds)
-            now[number] += seconds
-    return group, kinds
+        assert len({rank.uncompressed for rank in ranks}) == len({rank.verdict for rank in ranks}) == 1
+        kinds.append(ranks[0].uncompressed)
+        votes = [[] if kinds[-1] else rank.votes() for rank in ranks]
+        most = [max(each) for each in zip(*votes, strict=True)]
+        ends = now + (dense if kinds[-1] else compressed) * np.array([1.0, 1.5])
+        for rank, began, ended in zip(ranks, now, ends, strict=True):
+            rank.end_step()
+            rank.decide(most)
+            rank.note(began, ended)
+        now = ends
+    return ranks, kinds
 
 
 @pytest.mark.parametrize(
-    ("compressed", "dense", "kept", "uncompressed"),
+    ("compressed", "dense", "kept", "num_uncompressed"),
     [
-        (0.1, 3.0, True, 1),  # one uncompressed step of seconds is enough
+        (0.1, 3.0, True, 1),  # a single uncompressed step of seconds is enough
         (0.1, 0.2, True, 5),
         (0.2, 0.1, False, None),
         (0.1, 0.11, True, 9),
-        (0.1, 0.1, False, None),  # it must be worth it
+        (0.1, 0.1, False, None),  # compression must save time
         (0.098, 0.1, False, None),
     ],
 )
-def test_the_faster_kind_wins(compressed, dense, kept, uncompressed):
-    group, kinds = play(compressed, dense)
-    assert {each.verdict for each in group} == {Verdict.COMPRESS if kept else Verdict.DENSE}
+def test_the_faster_kind_of_step_wins(
+    compressed: float, dense: float, kept: bool, num_uncompressed: int | None
+) -> None:
+    ranks, kinds = play(compressed, dense)
+    assert {rank.verdict for rank in ranks} == {Verdict.COMPRESS if kept else Verdict.DENSE}
     assert kinds[0] is False and kinds[-1] is not kept
-    if uncompressed is not None:
-        assert sum(kinds) == uncompressed
-    assert group[0].seconds == pytest.approx((1.5 * compressed, 1.5 * dense))
-    assert ("kept" if kept else "given up") in str(group[0])
+    assert num_uncompressed in (None, sum(kinds))
+    assert ranks[0].seconds == pytest.approx((1.5 * compressed, 1.5 * dense)), "the slowest rank counts"
+    assert ("kept" if kept else "given up") in str(ranks[0])
 
 
-def test_before_giving_up_one_step_brings_the_residuals():
+def test_one_step_sends_the_residuals_before_compression_is_given_up() -> None:
     fallback = play(0.2, 0.1, 19)[0][0]
     fallback.decide([0.2, 0.1, 0.2, 0.1])
     assert fallback.verdict is Verdict.FLUSH and not fallback.uncompressed
@@ -70,82 +70,39 @@ def test_before_giving_up_one_step_brings_the_residuals():
     assert not fallback.end_step()
 
 
-def test_what_takes_long_at_first_does_not_count():
+def test_the_first_steps_do_not_count() -> None:
     fallback, now = Fallback(on=True), 0.0
-    for number in range(12):
-        seconds = 9.0 if number < 4 else 0.1
+    for seconds in [9.0] * 4 + [0.1] * 8:
         fallback.note(now, now + seconds / 2)
         now += seconds
     assert fallback.votes() == pytest.approx([0.1, 0.0, 0.05, 0.05])
 
 
-def test_an_evaluation_between_steps_decides_nothing():
-    """A whole step that takes long once is not the median; a single uncompressed step is judged by its exchange."""
-    group, _ = play(0.1, 0.1, 11)
+def test_an_evaluation_between_steps_decides_nothing() -> None:
+    """The median ignores one long step. A single uncompressed step is judged by its exchange."""
+    fallback = play(0.1, 0.1, 11)[0][0]
     now = 100.0  # an evaluation after the uncompressed step
-    group[0].note(now, now + 0.1)
-    group[0].decide(group[0].votes())
-    assert group[0].verdict is Verdict.OPEN
+    fallback.note(now, now + 0.1)
+    fallback.decide(fallback.votes())
+    assert fallback.verdict is Verdict.OPEN
 
 
-def test_it_is_off_unless_the_plan_asks():
-    fallback = Fallback()
-    for _ in range(ALL):
-        fallback.note(1.0, 2.0)
-        assert not fallback.uncompressed and fallback.votes() == []
-
-
-def test_steps_of_a_warm_up_and_of_a_pause_do_not_count():
+def test_steps_of_a_warm_up_or_a_pause_do_not_count() -> None:
     plan = plan_of("topk", density=0.1, min_elements=1, warmup={"steps": 3}, fallback=True)
     (bucket,) = plan.buckets([TensorSpec("w", (40, 50))])
     local = RankState(plan, 0, 2)
     state = BucketState.zeros(bucket, np.zeros(1, np.float32), fast)
-    for step in range(3):
-        local.put([replace(state, step=step)])
+    for step in range(5):
+        local.put([replace(state, step=min(step, 3))])
+        local.paused = step == 4
         local.note_step(step, step + 1.0)
-    assert local.fallback._steps == 0
-    local.put([replace(state, step=3)])
-    local.note_step(3.0, 4.0)
-    local.paused = True
-    local.note_step(4.0, 5.0)
     assert local.fallback._steps == 1
 
 
-def test_a_decision_is_saved_and_loaded():
+def test_a_decision_is_saved_and_loaded() -> None:
     decided = play(0.2, 0.1)[0][0]
     other = Fallback(on=True)
     other.load(decided.state())
     assert (other.verdict, other.seconds, other.uncompressed) == (Verdict.DENSE, decided.seconds, True)
-    other.load(None)  # of an earlier version
+    other.load(None)  # saved by an earlier version
     assert other.verdict is Verdict.OPEN
-
-
-def test_auto_is_a_plan():
-    plan = plan_of("auto", min_elements=10)
-    method = plan.program.main
-    assert (method.id, method.density, method.values, plan.fallback) == ("topk", 0.01, "qsgd4", True)
-    assert plan_of("auto", density=0.002).program.main.density == 0.002
-    assert load(plan.to_dict()) == plan and plan.without_beta1
-    assert not plan_of("auto", without_beta1=False).without_beta1
-    assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()
-    with pytest.raises(PlanError, match="fallback"):
-        load({"method": "topk", "fallback": 1})
-
-
-class _NoSteps(Compressor):
-    """A driver that has no end of a step."""
-
-    no_fallback_reason = "gradients come alone"
-
-    def residual(self, name: str) -> None: ...
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None: ...
-
-    def _waits_for(self) -> None: ...
-
-
-def test_a_driver_that_cannot_compare_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    log.warn_once.cache_clear()
-    compressor = _NoSteps(plan_of("auto"), rank=0, world_size=2)
-    assert not compressor.local.fallback.on
-    assert "fallback is ignored, and compression is always kept: gradients come alone" in caplog.text

@@ -1,4 +1,4 @@
-"""One rank's states: rounds, swap and discard, triggers, claims, second buffers."""
+"""The state of one rank: rounds, swap and discard, pauses, triggers, and buffers."""
 
 from __future__ import annotations
 
@@ -8,80 +8,84 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcompress.engine.bucket_state import BucketState, Memory
+from hvdcompress.engine.bucket_state import BucketState
 from hvdcompress.engine.state import RankState
+from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast
+from hvdcompress.optimizers import SGD
 from hvdcompress.plan import Bucket, plan_of
+from tests.unit.engine.helpers import SHAPES, gradients, state_dicts, train, trained
 
 PLAN = plan_of("topk", density=0.1, min_elements=1, bucket_elements=0)
 LIKE = np.zeros(1, np.float32)
 
 
-def bucket(name: str, size: int = 20) -> Bucket:
-    (found,) = PLAN.buckets([TensorSpec(name, (size,))])
+def bucket(name: str) -> Bucket:
+    (found,) = PLAN.buckets([TensorSpec(name, (20,))])
     return found
 
 
-def next_of(local: RankState, name: str) -> dict[str, BucketState]:
-    """The state of a tensor one step on, with a residual that tells the step."""
-    one = bucket(name)
-    local.note_begun(one)
-    state = local.state_of(local.next_step(one), LIKE, fast)
-    return {name: replace(state, step=state.step + 1, slots={"residual": np.full(20, state.step + 1, np.float32)})}
+@pytest.fixture
+def local() -> RankState:
+    return RankState(PLAN, 0, 2)
+
+
+def next_of(local: RankState, *names: str) -> dict[str, BucketState]:
+    """Return the state of tensors one step later, with the number of the step as residual."""
+    found = {}
+    for name in names:
+        local.note_begun(bucket(name))
+        state = local.state_of(local.next_step(bucket(name)), LIKE, fast)
+        residual = np.full(20, state.step + 1, np.float32)
+        found[name] = replace(state, step=state.step + 1, slots={"residual": residual})
+    return found
 
 
 def steps(local: RankState) -> dict[str, int]:
     return {name: state.step for name, state in local.states.items()}
 
 
-def local_of(**settings: Any) -> RankState:
-    return RankState(plan_of("topk", density=0.1, min_elements=1, bucket_elements=0, **settings), 0, 2)
+# -- discard ------------------------------------------------------------------------------------------------------
 
 
-def test_a_discarded_round_is_swapped_back_whole() -> None:
-    local = local_of()
+def test_discard_restores_the_whole_round(local: RankState) -> None:
     for _ in range(2):
         local.begin_round()
-        local.swap({**next_of(local, "a"), **next_of(local, "b")})
-    assert steps(local) == {"a": 2, "b": 2}
+        local.swap(next_of(local, "a", "b"))
     local.discard()
     assert steps(local) == {"a": 1, "b": 1} and local.states["a"].slots["residual"][0] == 1
     with pytest.raises(RuntimeError, match="no step to discard"):
         local.discard()
 
 
-def test_an_exchange_that_began_in_an_earlier_round_is_not_taken_back() -> None:
-    """A tensor of TensorFlow may end its exchange when another one has begun the next step."""
-    local = local_of()
+def test_discard_keeps_an_exchange_that_began_in_an_earlier_round(local: RankState) -> None:
+    """In TensorFlow, the exchange of one tensor may end after another tensor has begun the next step."""
     local.begin_round()
-    late, began = next_of(local, "a"), local.round
+    late, begun_in = next_of(local, "a"), local.round
     local.begin_round()
     local.swap(next_of(local, "b"), local.round)
-    local.swap(late, began)
+    local.swap(late, begun_in)
     local.discard()
     assert steps(local) == {"a": 1}
 
 
-def test_the_second_exchange_of_a_tensor_begins_a_round_of_its_own() -> None:
-    """Where nobody says when a step begins, as under FSDP2."""
-    local = local_of()
+def test_the_second_exchange_of_a_tensor_begins_a_round(local: RankState) -> None:
+    """Under FSDP2 nothing tells when a step begins."""
     for name in ("a", "b", "a", "b"):
         local.swap(next_of(local, name))
     local.discard()
     assert steps(local) == {"a": 1, "b": 1}
 
 
-def test_after_the_optimizers_step_nothing_can_be_discarded() -> None:
-    local = local_of()
+def test_nothing_can_be_discarded_after_the_step_of_the_optimizer(local: RankState) -> None:
     local.swap(next_of(local, "a"))
     local.end_round()
     with pytest.raises(RuntimeError, match="no step to discard"):
         local.discard()
 
 
-def test_what_ranks_agreed_on_survives_discard() -> None:
-    local = local_of()
+def test_a_trigger_survives_discard(local: RankState) -> None:
     for _ in range(2):
         local.begin_round()
         local.swap(next_of(local, "a"))
@@ -94,56 +98,87 @@ def test_what_ranks_agreed_on_survives_discard() -> None:
     assert local.states["a"].triggers == 2
 
 
-def test_a_loaded_state_is_claimed_once_and_discard_goes_back_to_it() -> None:
-    first = local_of()
-    first.begin_round()
-    first.swap({**next_of(first, "a"), **next_of(first, "b")})
-    second = local_of()
-    second.load_state_dict(first.state_dict())
-    assert not second.states and second.steps() == {"a": 1, "b": 1} and second.ages() == {"a": (1,), "b": (1,)}
-    second.begin_round()
-    second.swap(next_of(second, "a"))
-    assert steps(second) == {"a": 2}
-    second.discard()
-    assert steps(second) == {"a": 1} and second.residual("a")[0] == 1  # type: ignore[index]
-    assert second.state_dict()["steps"] == {"a": 1, "b": 1}
+def test_a_loaded_state_is_claimed_by_its_tensor_and_restored_by_discard(local: RankState) -> None:
+    local.swap(next_of(local, "a", "b"))
+    other = RankState(PLAN, 0, 2)
+    other.load_state_dict(local.state_dict())
+    with pytest.raises(RuntimeError, match="no step to discard"):
+        other.discard()
+    assert not other.states and other.steps() == {"a": 1, "b": 1} and other.ages() == {"a": (1,), "b": (1,)}
+    other.begin_round()
+    other.swap(next_of(other, "a"))
+    assert steps(other) == {"a": 2}
+    other.discard()
+    assert steps(other) == {"a": 1} and other.residual("a")[0] == 1  # type: ignore[index]
+    assert other.state_dict()["steps"] == {"a": 1, "b": 1}
 
 
-def test_a_tensor_of_another_shape_is_refused() -> None:
-    local = local_of()
-    local.swap(next_of(local, "a"))
-    other = bucket("a", 30)
-    with pytest.raises(ValueError, match=r"'a' had shape \(20,\) before and has \(30,\) now"):
-        local.state_of(local.next_step(other), LIKE, fast)
+# -- tensors and buffers ------------------------------------------------------------------------------------------
 
 
-def test_forgotten_and_released_states_have_no_memory() -> None:
-    local = local_of()
-    local.swap({**next_of(local, "a"), **next_of(local, "b")})
+def test_forgotten_and_released_states_take_no_memory(local: RankState) -> None:
+    local.swap(next_of(local, "a", "b"))
     for name in "ab":
         local.memory_of(name).second_buffer("residual", local.states[name].slots["residual"], "float32", fast)
-    assert local.num_state_bytes() == 4 * 20 * 4, "each buffer once, though the memory holds the current one, too"
+    assert local.num_state_bytes() == 4 * 20 * 4, "each buffer counts once, although the memory refers to both"
     local.forget(["a"])
     assert steps(local) == {"b": 1} and list(local.memory) == ["b"]
     local.release()
     assert not local.states and not local.memory and local.replaced and not local.num_state_bytes()
 
 
-def test_second_buffers_take_turns() -> None:
-    memory, current = Memory(), np.zeros(5, np.float32)
-    second = memory.second_buffer("residual", current, "float32", fast)
-    assert second is not current and memory.second_buffer("residual", second, "float32", fast) is current
-    assert memory.second_buffer("residual", current, "float32", fast) is second, "discard() goes back and forth"
-    loaded = np.ones(5, np.float32)
-    assert memory.second_buffer("residual", loaded, "float32", fast) is not loaded
-    longer = np.zeros(6, np.float32)
-    assert len(memory.second_buffer("residual", longer, "float32", fast)) == 6
+@pytest.mark.parametrize(
+    ("plan", "dtype", "passes"),
+    [
+        ({"method": "none"}, "float32", True),
+        ({"method": "none"}, "float16", False),
+        ({"method": "none", "feedback": "plain"}, "float32", False),
+        ({"method": "fp16"}, "float32", False),
+    ],
+)
+def test_uncompressed_float32_tensors_pass_through(plan: dict[str, Any], dtype: str, passes: bool) -> None:
+    made = plan_of(plan, min_elements=1)
+    (one,) = made.buckets([TensorSpec("a", (40, 50), dtype)])
+    assert RankState(made, 0, 2).next_step(one).passes_through is passes
 
 
-def test_a_paused_rank_sends_all_and_stays_where_it_is() -> None:
-    local = local_of(warmup={"steps": 1})
-    one = bucket("a")
-    assert local.next_step(one).method.id == "topk"
-    local.paused = True
-    planned = local.next_step(one)
-    assert planned.method.id == "none" and planned.phase == 0 and planned.carried_elements() == 20
+# -- steps that are discarded, and steps during a pause -----------------------------------------------------------
+
+@pytest.mark.parametrize(
+    "method,settings",
+    [
+        ("topk", {}),  # 30 steps, because the ages of its elements are renewed every 27 steps
+        ("topk", {"bucket_elements": 100_000}),
+        ("topk", {"warmup": {"steps": 3}}),
+        ("topk", {"schedule": {"density": {"steps": {0: 0.3, 3: 0.1}}}}),
+        ("powersgd", {}),
+        ("dgc", {}),
+        ("gradiveq", {}),
+        ("qsgd", {"bucket_elements": 100_000}),
+    ],
+    ids=str,
+)
+def test_discarded_and_paused_steps_leave_no_trace(method: str, settings: dict[str, Any]) -> None:
+    net, twin = (Loopback(method, 2, optimizer=SGD(0.9), min_elements=20, **settings) for _ in range(2))
+    for step in range(30 if not settings else 8):
+        if step % 4 == 0:
+            before = state_dicts(net)
+            train(net, [1000 + step])
+            net.discard()
+            if step:  # the first step makes the tensors known
+                np.testing.assert_equal(state_dicts(net), before)
+            given = gradients(SHAPES, 2000 + step)
+            with net.paused():
+                result = net.allreduce_many(given)[0]
+            for name in SHAPES:
+                np.testing.assert_allclose(result[name], (given[0][name] + given[1][name]) / 2, atol=1e-6)
+        np.testing.assert_equal(train(net, [step]), train(twin, [step]))
+    np.testing.assert_equal(state_dicts(net), state_dicts(twin))
+
+
+def test_gradients_are_not_clipped_during_a_pause() -> None:
+    net = trained(clip_norm=1.0)
+    norm, exact = net.gradient_norm(), trained("none", steps=1)
+    with net.paused():
+        np.testing.assert_equal(train(net, [5]), train(exact, [5]))
+    assert net.gradient_norm() == norm

@@ -1,9 +1,10 @@
-"""A transport among threads of one process, by order or by name: for tests of the engine alone."""
+"""A transport between threads of one process, which matches collectives by order or by name."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hvdcompress.engine import lockstep
@@ -11,37 +12,39 @@ from hvdcompress.engine.transport import Request
 
 
 class Medium:
-    """What connects the threads. ``requests``: every collective that was carried out, by its key."""
+    """Connects the threads. ``results``: those of every collective, by its key."""
 
     def __init__(self, world_size: int, ordered: bool):
-        self.world_size, self.ordered = world_size, ordered
-        self.requests: dict[Any, list[Request]] = {}
+        self.world_size = world_size
+        self.ordered = ordered
         self.results: dict[Any, list[Any]] = {}
-        self._asked: dict[Any, dict[int, Request]] = {}
-        self._there = threading.Condition()
+        self._arrived: dict[Any, dict[int, Request]] = {}
+        self._condition = threading.Condition()
 
     def start(self, key: Any, rank: int, request: Request) -> None:
-        with self._there:
-            asked = self._asked.setdefault(key, {})
-            asked[rank] = request
-            if len(asked) == self.world_size:
-                self.requests[key] = [asked[r] for r in range(self.world_size)]
-                self.results[key] = lockstep.carry_out(self.requests[key])
-                self._there.notify_all()
+        with self._condition:
+            arrived = self._arrived.setdefault(key, {})
+            arrived[rank] = request
+            if len(arrived) == self.world_size:
+                self.results[key] = lockstep.carry_out([arrived[r] for r in range(self.world_size)])
+                self._condition.notify_all()
 
     def wait(self, key: Any, seconds: float) -> bool:
-        with self._there:
-            return self._there.wait_for(lambda: key in self.results, seconds)
+        with self._condition:
+            return self._condition.wait_for(lambda: key in self.results, seconds)
 
 
 class ThreadTransport:
-    """One thread's end of it; collectives are matched by their number, or by their name."""
+    """The transport of one thread. A collective's key is its number, or its name."""
 
     native_broadcast = False
 
     def __init__(self, rank: int, medium: Medium):
-        self.rank, self.world_size, self.medium = rank, medium.world_size, medium
-        self.ordered, self.variable_lengths = medium.ordered, not medium.ordered
+        self.rank = rank
+        self.world_size = medium.world_size
+        self.medium = medium
+        self.ordered = medium.ordered
+        self.variable_lengths = not medium.ordered
         self.names: list[str] = []
 
     def start(self, name: str, request: Request) -> Any:
@@ -54,7 +57,7 @@ class ThreadTransport:
         return handle in self.medium.results
 
     def wait(self, handle: Any) -> Any:
-        assert self.medium.wait(handle, 20), f"rank {self.rank} waited in vain for {handle}"
+        assert self.medium.wait(handle, 20), f"rank {self.rank}: timed out waiting for {handle}"
         return self.medium.results[handle][self.rank]
 
     def idle(self, handle: Any) -> None:
@@ -62,19 +65,8 @@ class ThreadTransport:
 
 
 def run(world_size: int, ordered: bool, program: Callable[[ThreadTransport], Any]) -> tuple[list[Any], Medium]:
-    """Run a program on every rank; what each returned or raised, and the medium."""
-    medium, found = Medium(world_size, ordered), [None] * world_size
-
-    def one(rank: int) -> None:
-        try:
-            found[rank] = program(ThreadTransport(rank, medium))
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), "a rank hangs"
-    return found, medium
+    """Run a program on every rank. Return what each rank returned or raised, and the medium."""
+    medium = Medium(world_size, ordered)
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(program, ThreadTransport(rank, medium)) for rank in range(world_size)]
+    return [future.exception() or future.result() for future in futures], medium
