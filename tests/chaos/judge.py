@@ -50,42 +50,31 @@ class Verdict(NamedTuple):
     why: str
 
 
-def run(case: Case, folder: Path, lines: Sequence[Sequence[str]] = ()) -> Launched:
-    """Run a case in an empty folder.
-
-    Args:
-        case: the case.
-        folder: gets the ranks' files and ``log.txt``.
-        lines: the launcher's command lines; by default those of the case's driver.
+def run(case: Case, folder: Path) -> Launched:
+    """Run a case in an empty folder, which gets the ranks' files and ``log.txt``.
 
     Raises:
         LaunchError: the launcher is not installed.
     """
     (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
-    if not lines:
-        runner = ("-m", "mpi4py") if case.driver == "mpi" else ()  # ends all ranks when one ends by an exception
-        program = (*runner, "-m", "tests.chaos.rank", str(folder.resolve()))
-        lines = launch.lines(program, case.world_size, "ddp" if case.driver == "ddp" else "mpi")
-    fault: dict[str, float] = {}
+    runner = ("-m", "mpi4py") if case.driver == "mpi" else ()  # ends all ranks when one ends by an exception
+    program = (*runner, "-m", "tests.chaos.rank", str(folder.resolve()))
+    lines = launch.lines(program, case.world_size, "ddp" if case.driver == "ddp" else "mpi")
     with launch.Ranks(lines, case.world_size, folder / "log.txt") as ranks:
-        deadline, before = time.monotonic() + STARTING, _starved()
-        stopped = case.fault == "paused"
+        deadline, starved = time.monotonic() + STARTING, _starved()
+        fault: dict[str, float] = {}
         while (status := ranks.status()) is None:
-            if time.monotonic() > deadline + min(_starved() - before, STARVED):
+            if time.monotonic() > deadline + min(_starved() - starved, STARVED):
                 _log_stacks(folder)
                 break
             if not fault and (fault := _read(folder / "fault.json")):
-                deadline, before = fault["time"] + case.pause + PATIENCE, _starved()
-            if fault and stopped and time.monotonic() > fault["time"] + case.delay:
-                stopped = False
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(fault["pid"]), signal.SIGCONT)
+                deadline, starved = fault["time"] + case.pause + PATIENCE, _starved()
             time.sleep(0.05)
         ended = time.monotonic()
-        fault = fault or _read(folder / "fault.json")
         while (alive := ranks.alive()) and status is not None and time.monotonic() < ended + LEAVING:
             time.sleep(0.2)
-        left = [] if status is None else [str(process) for process in alive]
+    fault = _read(folder / "fault.json")
+    left = [] if status is None else [str(process) for process in alive]
     return Launched(status, bool(fault), round(ended - fault.get("time", ended), 2), left)
 
 

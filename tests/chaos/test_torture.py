@@ -1,10 +1,9 @@
-"""The torture: cases are drawn from their seeds, the judge sees every kind of bug, and a few faults are survived."""
+"""``python -m tests.chaos``: drawing cases, judging launches, and a few faults."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.chaos import __main__ as command
-from tests.chaos import judge as judging
 from tests.chaos import soak
 from tests.chaos.faults import DRIVERS, FAULTS, INJECTED, SHAPES, STEPS, Case
+from tests.chaos.files import write_arrays
 from tests.chaos.judge import BUGS, Launched, judge
 from tests.installed import needs
 
@@ -46,82 +45,49 @@ def test_a_case_is_drawn_from_its_seed() -> None:
     assert len({(case.method, case.world_size, case.step) for case in cases}) > number / 2
 
 
-def ended(folder: Path, residual: float = 2.0, digest: str = "a", log: str = "", done: int = STEPS - 1) -> Path:
-    """Write the files of two ranks that gave 1 and 3, received 1 on average, and keep ``residual`` in all."""
+def write_ranks(
+    folder: Path, ranks: int = 2, residual: float = 2.0, digest: str = "a", log: str = "", done: int = STEPS - 1
+) -> None:
+    """Write the files of ranks that gave 1 and 3, received 1 on average, and keep ``residual`` in all."""
     (folder / "log.txt").write_text(f"$ line\n{log}\n", encoding="utf-8")
-    for rank in range(2):
-        arrays = {}
-        for name, shape in SHAPES.items():
-            arrays[f"given.{name}"] = np.full(shape, 1.0 + 2 * rank)
-            arrays[f"received.{name}"], arrays[f"residual.{name}"] = np.ones(shape), np.full(shape, residual / 2)
-        np.savez(folder / f"rank-{rank}.npz", **arrays)
+    for rank in range(ranks):
+        given = {name: np.full(shape, 1.0 + 2 * rank) for name, shape in SHAPES.items()}
+        received = {name: np.ones(shape) for name, shape in SHAPES.items()}
+        kept = {name: np.full(shape, residual / 2) for name, shape in SHAPES.items()}
+        write_arrays(folder / f"rank-{rank}.npz", given=given, received=received, residual=kept)
         said = {"ended": "done", "done": done, "digest": digest if rank else "a"}
         (folder / f"rank-{rank}.json").write_text(json.dumps(said), encoding="utf-8")
-    return folder
 
 
-def test_a_training_that_keeps_everything_has_recovered(tmp_path: Path) -> None:
-    assert judge(CASE, WELL, ended(tmp_path)).outcome == "recovered"
+@pytest.mark.parametrize(
+    "outcome,launched,case,files",
+    [
+        ("recovered", WELL, {}, {}),
+        ("hang", Launched(None, True, 15.0), {}, {}),
+        ("leftover", Launched(0, True, 1.0, ["process 7"]), {}, {}),
+        ("unclear", Launched(0, False, 1.0), {}, {}),  # the fault did not come
+        ("unclear", WELL, {"fault": "plan"}, {}),  # ranks with different plans continued
+        ("unclear", WELL, {}, {"done": STEPS - 2}),  # two steps were skipped after one fault
+        ("loss", WELL, {}, {"residual": 1.9}),
+        ("difference", WELL, {}, {"digest": "b"}),
+        ("difference", ENDED, {}, {"ranks": 1}),  # one rank continued to its end
+        ("unclear", ENDED, {}, {"ranks": 0}),  # no error names the fault
+        ("error", ENDED, {}, {"ranks": 0, "log": f"RuntimeError: {INJECTED} in compress"}),
+        ("unclear", ENDED, {"fault": "nan"}, {"ranks": 0, "log": INJECTED}),  # a NaN must not end a training
+    ],
+)
+def test_outcomes_of_launches(outcome: str, launched: Launched, case: dict, files: dict, tmp_path: Path) -> None:
+    write_ranks(tmp_path, **files)
+    assert judge(replace(CASE, **case), launched, tmp_path).outcome == outcome
 
 
-def test_every_kind_of_bug_is_seen(tmp_path: Path) -> None:
-    folder, seen = ended(tmp_path), set()
-
-    def outcome(launched: Launched = WELL, case: Case = CASE) -> str:
-        found = judge(case, launched, folder).outcome
-        seen.add(found)
-        return found
-
-    assert outcome(Launched(None, True, 15.0)) == "hang"
-    assert outcome(Launched(0, True, 1.0, ["process 7"])) == "leftover"
-    assert outcome(Launched(0, False, 1.0)) == "unclear"
-    assert outcome(case=replace(CASE, fault="plan")) == "unclear", "ranks with different plans continued"
-    ended(folder, done=STEPS - 2)
-    assert outcome() == "unclear", "two steps were skipped after one fault"
-    ended(folder, residual=1.9)
-    assert outcome() == "loss"
-    ended(folder, digest="b")
-    assert outcome() == "difference"
-    (folder / "rank-1.json").unlink()
-    assert outcome(ENDED) == "difference", "one rank continued to its end"
-    (folder / "rank-0.json").unlink()
-    assert outcome(ENDED) == "unclear", "no error names the fault"
-    assert seen == BUGS.keys()
-    (folder / "log.txt").write_text(f"$ line\nRuntimeError: {INJECTED} in compress\n", encoding="utf-8")
-    assert outcome(ENDED) == "error"
-    assert outcome(ENDED, replace(CASE, fault="nan")) == "unclear", "a NaN must not end a training"
-
-
-HANGS = """
-import faulthandler, json, os, signal, sys, time
-from pathlib import Path
-faulthandler.register(signal.SIGUSR1)
-folder = Path(sys.argv[1])
-(folder / "rank-0.json").write_text(json.dumps({"pid": os.getpid()}))
-(folder / "fault.json").write_text(json.dumps({"time": time.monotonic(), "pid": os.getpid()}))
-def waits_for_ever():
-    time.sleep(100)
-waits_for_ever()
-"""
-
-
-def test_where_a_launch_hangs_is_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "PATIENCE", 0.5)
-    monkeypatch.setattr(judging, "STARVED", 0.0)
-    assert judging.run(CASE, tmp_path, [[sys.executable, "-c", HANGS, str(tmp_path)]]).status is None
-    assert "waits_for_ever" in (tmp_path / "log.txt").read_text(encoding="utf-8")
-
-
-def test_what_grows_in_a_soak_is_named() -> None:
+def test_a_soak_names_what_grows() -> None:
     """PowerSGD's own residuals grow, by Alg. 2, if the ranks' gradients differ for good; their mean does not."""
-    found = soak.soak("powersgd", 600)
+    found = soak.soak("powersgd", 300)
     assert found["equal"] and found["own_residual_per_step"] > 0.1 > 20 * abs(found["residual_per_step"])
     well = {**found, "memory_per_step": 0.0, "residual_per_step": 0.0, "seconds_first": 1.0, "seconds_last": 1.0}
     assert not soak.wrong(well)
-    for what, change in {
-        "ranks differ": {"equal": False},
-        "memory grows": {"memory_per_step": 1e4},
-        "the residual grows": {"residual_per_step": 1.0},
-        "steps become slower": {"seconds_last": 2.0},
-    }.items():
-        assert soak.wrong({**well, **change}) == what
+    assert soak.wrong({**well, "equal": False}) == "ranks differ"
+    assert soak.wrong({**well, "memory_per_step": 1e5}) == "memory grows"
+    assert soak.wrong({**well, "residual_per_step": 1.0}) == "the residual grows"
+    assert soak.wrong({**well, "seconds_last": 2.0}) == "steps become slower"

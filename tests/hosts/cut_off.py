@@ -1,7 +1,7 @@
-"""Run by every rank, on emulated hosts: steps without an end, until a link is cut. What a rank says of it is in a file.
+"""Run by every rank on emulated hosts: take steps until a link is cut. ``python cut_off.py FOLDER``
 
-``python cut_off.py FOLDER``: rank 0 writes the number of its steps to FOLDER/steps, and each rank its errors to
-FOLDER/said-RANK, as what goes by mpirun is cut off, too.
+Rank 0 writes the number of its steps to FOLDER/steps. Each rank writes its errors to FOLDER/errors-RANK, because
+mpirun's own connections are cut, too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import sys
 from pathlib import Path
 
-from tests.launched.run_promises import driver_of
+from tests.ranks.drivers import driver_of
 
 faulthandler.dump_traceback_later(100, exit=True)
 out = Path(sys.argv[1])
 driver = driver_of("mpi", out)
-os.dup2(os.open(out / f"said-{driver.rank}", os.O_WRONLY | os.O_CREAT), 2)
+os.dup2(os.open(out / f"errors-{driver.rank}", os.O_WRONLY | os.O_CREAT), 2)
 handle = driver.make("scalecom", {"density": 0.05, "warn_after": 0, "end_after": 12}, driver.shapes)
 for step in itertools.count():
     handle.reduce(driver.gradients(step, driver.shapes))
