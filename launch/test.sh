@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Usage: launch/test.sh [--slow] [PYTEST-ARGUMENT…]
+# Usage: launch/test.sh [--slow] [--changed] [PYTEST-ARGUMENT…]
 #
 # Sets up what is needed (launch/setup.sh; minutes the first time, then a second), then runs ruff, mypy and pytest, folder
-# by folder: tests/unit on all cores, tests/launched and tests/chaos with two launches at a time, tests/hosts one test at a
-# time. The last line sums them up; the exit status is 0 only if nothing failed.
+# by folder: tests/unit on all cores, tests/ranks, tests/launched and tests/chaos with two launches at a time, tests/hosts
+# one test at a time. The last line sums them up; the exit status is 0 only if nothing failed.
 #
 #   --slow             also the tests marked slow
+#   --changed          only the tests that the changes since main can affect (tests/changed.py): minutes at most
 #   PYTEST-ARGUMENT    e.g. tests/unit/plan/test_plan.py, -k scalecom, -x; paths begin with tests/
 
 set -euo pipefail
@@ -37,7 +38,7 @@ paths=() options=()
 for argument in "$@"; do
     if [[ $argument == tests/* ]]; then paths+=("$argument"); else options+=("$argument"); fi
 done
-[[ ${#paths[@]} != 0 ]] || paths=(tests/unit tests/launched tests/hosts tests/chaos)
+[[ ${#paths[@]} != 0 ]] || paths=(tests/unit tests/ranks tests/launched tests/hosts tests/chaos)
 
 # run FOLDERS OPTION…: pytest on the paths in these folders, with its last line noted. That nothing is found is an error
 # only if it always is.
@@ -56,10 +57,9 @@ run() {
 }
 
 run unit -n "$cores"
-# While the ranks of one launch wait for each other, another's work. What one launch serves is in one file; the order
-# is that of tests/launched/conftest.py.
+# While the ranks of one launch wait for each other, another's work. tests/ranks/conftest.py groups the tests by launch.
 at_a_time=$((cores > 1 ? 2 : 1))
-run launched -n $at_a_time --dist loadfile --no-loadscope-reorder
+run "ranks|launched" -n $at_a_time --dist loadgroup --no-loadscope-reorder
 run hosts  # ranks on emulated hosts are bound to processors: one test at a time
 # Most of their time these tests wait. The slow ones replace ranks within seconds that they count: one at a time.
 [[ -n $marks ]] || at_a_time=1

@@ -1,4 +1,4 @@
-"""What all tests share: reproducible hypothesis runs, and frameworks that behave."""
+"""Set-up of all tests: reproducible hypothesis runs, and quiet frameworks with one thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"),
     os.environ.setdefault(f"TF_{setting}", value)
 
 from hvdcompress.method import REGISTERED  # noqa: E402
-from tests import SMALL_EXPERIMENT  # noqa: E402
+from tests import SMALL_EXPERIMENT, changed  # noqa: E402
 from tests.spoiled import spoil  # noqa: E402
 
 spoil()
@@ -34,9 +34,18 @@ settings.register_profile(
 settings.load_profile("hvdcompress")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--changed", action="store_true", help="only tests that the changes since main can affect")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    if config.getoption("changed"):
+        changed.choose(items, config)
+
+
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """A method that a test registers with ``@method("my_id")`` is forgotten at its end."""
+    """Unregister the methods that a test registers with ``@method("my_id")``."""
     before = dict(REGISTERED)
     yield
     for id in REGISTERED.keys() - before.keys():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -84,39 +83,3 @@ def launch(
             output, _ = process.communicate(timeout=30)
             pytest.fail(f"{' '.join(line)} took more than {seconds} s\n{output[-6000:]}")
     return subprocess.CompletedProcess(line, process.returncode, output)
-
-
-Outcomes = tuple[list[dict], str, int]
-_finished: dict[tuple, Outcomes] = {}
-
-
-def outcomes(kind: str, script: Path, folder: Path, *cases: str, seconds: float = SECONDS, **more: str) -> Outcomes:
-    """What each rank wrote in one launch of a script's cases, the log and the exit status; launched once and
-    remembered."""
-    key = (kind, script, cases, *sorted(more.items()))
-    if key not in _finished:
-        try:
-            done = launch(kind, script, str(folder), *cases, seconds=seconds, **more)
-            log, status = done.stdout, done.returncode
-        except pytest.fail.Exception as error:  # what was written before still counts
-            log, status = str(error), 124
-        files = [folder / f"{rank}.json" for rank in range(world_size_of(kind))]
-        _finished[key] = ([json.loads(f.read_text()) if f.exists() else {} for f in files], log, status)
-    return _finished[key]
-
-
-def case_names(script: Path) -> list[str]:
-    """The cases' names, read from the source: importing it would initialise Horovod's libraries here."""
-    lines = script.read_text().splitlines()
-    return [b.split("(")[0].removeprefix("def ") for a, b in zip(lines, lines[1:], strict=False) if a == "@case"]
-
-
-def check(kind: str, name: str, found: Outcomes) -> None:
-    """Pass, skip or fail, as the ranks said of the case ``name``."""
-    ranks, log, status = found
-    results = [rank.get("results", {}).get(name, "did not run") for rank in ranks]
-    if all(result.startswith("skip: ") for result in results):
-        pytest.skip(results[0].removeprefix("skip: "))
-    for rank, result in enumerate(results):
-        end = f"--- end of the launch's log (status {status}):\n{log[-3000:]}"
-        assert result == "ok", f"rank {rank} of {kind}: {result}\n{end}"

@@ -1,14 +1,16 @@
-"""Scripts that ``python -m hvdcompress.ddp`` compresses, and parameters that two drivers would exchange."""
+"""Scripts that ``python -m hvdcompress.ddp`` compresses, parameters that two drivers would exchange, and imports."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.installed import needs
-from tests.launching import launch
+from tests.launching import environment, launch
 
 needs("torch")
 
@@ -54,3 +56,15 @@ def test_one_parameter_has_one_driver() -> None:
         attached.close()
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(60)
+def test_import_of_the_horovod_driver_changes_nothing() -> None:
+    """It registers no optimizer hook that the program did not ask for, and leaves the environment as it was."""
+    pytest.importorskip("horovod.torch")
+    program = (
+        "import os, torch; from torch.optim import optimizer; before = dict(os.environ); "
+        "import hvdcompress.horovod.torch; "
+        "assert not optimizer._global_optimizer_pre_hooks and dict(os.environ) == before"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment("alone"))

@@ -3,52 +3,36 @@
 from __future__ import annotations
 
 import re
-import sys
 
-import numpy as np
 import pytest
 
 from tests import ROOT
 from tests.installed import needs
+from tests.launching import launch
+
+slow = pytest.mark.slow
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "kind,kind_of_launch,names",
+    ("kind_of_launch", "example"),
     [
-        ("torch", "mpi-2", ["compressed"]),
-        ("ddp", "torchrun-2", ["compressed"]),
-        pytest.param("torch", "horovodrun-2", ["plain", "compressed"], marks=pytest.mark.slow),
-        pytest.param("ddp", "torchrun-2", ["plain", "compressed"], marks=pytest.mark.slow),
+        ("torchrun-2", "ddp_compressed"),
+        ("mpi-2", "torch_compressed"),
+        pytest.param("mpi-2", "tensorflow_compressed", marks=slow),
+        pytest.param("torchrun-2", "ddp_plain", marks=slow),
+        pytest.param("horovodrun-2", "torch_plain", marks=slow),
+        pytest.param("horovodrun-2", "torch_compressed", marks=slow),
+        pytest.param("mpi-2", "tensorflow_plain", marks=slow),
+        pytest.param("mpi-2", "keras_compressed", marks=slow),
     ],
 )
-def test_the_torch_examples_train(kind: str, kind_of_launch: str, names: list[str]) -> None:
-    needs("torch", *(["horovod"] if kind == "torch" else []))
-    sys.path.insert(0, str(ROOT / "tests" / "drivers"))
-    from tests.launching import launch
-
-    found = {}
-    for name in names:
-        done = launch(kind_of_launch, ROOT / "examples" / f"{kind}_{name}.py", seconds=90)
-        assert done.returncode == 0, done.stdout[-2000:]
-        found[name] = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
-    assert found.get("plain", 100) > 93 and found["compressed"] > 92, found
-    assert np.ptp([*found.values()]) <= 3, found
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tensorflow_compressed",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorflow_plain", "keras_compressed")),
-    ],
-)
-def test_the_tensorflow_examples_train(name: str) -> None:
-    needs("tensorflow", "horovod")
-    sys.path.insert(0, str(ROOT / "tests" / "drivers"))
-    from tests.launching import launch
-
-    done = launch("mpi-2", ROOT / "examples" / f"{name}.py", seconds=150)
+def test_an_example_trains(kind_of_launch: str, example: str) -> None:
+    if example.startswith(("tensorflow", "keras")):
+        needs("tensorflow", "horovod")
+    else:
+        needs("torch", *(["horovod"] if example.startswith("torch") else []))
+    done = launch(kind_of_launch, ROOT / "examples" / f"{example}.py", seconds=150)
     assert done.returncode == 0, done.stdout[-2000:]
-    assert float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1]) > 92
+    accuracy = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
+    assert accuracy > (93 if example in ("ddp_plain", "torch_plain") else 92)

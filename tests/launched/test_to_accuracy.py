@@ -1,4 +1,4 @@
-"""Trainings to an accuracy, by ranks."""
+"""``experiments to-accuracy``: ranks train and are timed."""
 
 from __future__ import annotations
 
@@ -8,39 +8,6 @@ from experiments import units
 from experiments.to_accuracy import run
 from experiments.to_accuracy.races import RACES
 from tests.installed import needs, python_path
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("driver", ["ddp", pytest.param("horovod", marks=pytest.mark.slow)])
-def test_ranks_train_and_are_timed(tiny, capsys, driver):
-    needs("torch", *(["horovod"] if driver == "horovod" else []))
-    names = ["dense", "topk@density=0.05"]
-    setting = run.Setting(tiny, driver)
-    for _ in range(2):
-        run.train_all(setting, ["tiny"], names, [1])
-    assert capsys.readouterr().out.count("[1/1]") == len(names)  # the second time all have their results
-    labels = {"kind": "time", "race": "tiny", "rate": None}
-    measured = setting.measured(labels, contenders=names, rounds=2, turn=0.01)
-    assert [each["contender"] for each in measured] == names
-    assert all(len(each["milliseconds"]) == 2 and min(map(min, each["milliseconds"])) > 0 for each in measured)
-    kept = units.kept(tiny)
-    found = kept[kept["kind"] == "train"].set_index("contender")["evaluations"]
-    assert [step for step, _, _ in found["dense"]] == [2, 4] and 0 <= found["dense"][-1][2] <= 100
-
-
-@pytest.fixture
-def tiny(monkeypatch, tmp_path):
-    """A race of four steps that the ranks know, too: they import this module."""
-    monkeypatch.setattr(run, "MODULE", "tiny_race")
-    module = tmp_path / "tiny_race.py"
-    module.write_text(TINY)
-    monkeypatch.setenv("PYTHONPATH", python_path(str(tmp_path)))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import tiny_race
-
-    monkeypatch.setitem(RACES, "tiny", tiny_race.RACE)
-    return tmp_path
-
 
 TINY = """
 import numpy as np
@@ -57,3 +24,39 @@ TASKS["tiny"] = Source(lambda: Images(x[:30], y[:30], x[30:], y[30:], classes=10
 if __name__ == "__main__":
     rank.main()
 """
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """A race of four steps, in a module that the ranks import, too."""
+    monkeypatch.setattr(run, "MODULE", "tiny_race")
+    module = tmp_path / "tiny_race.py"
+    module.write_text(TINY)
+    monkeypatch.setenv("PYTHONPATH", python_path(str(tmp_path)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import tiny_race
+
+    monkeypatch.setitem(RACES, "tiny", tiny_race.RACE)
+    return tmp_path
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("driver", ["ddp", pytest.param("horovod", marks=pytest.mark.slow)])
+def test_ranks_train(tiny, capsys, driver):
+    needs("torch", *(["horovod"] if driver == "horovod" else []))
+    setting = run.Setting(tiny, driver)
+    for _ in range(2):
+        run.train_all(setting, ["tiny"], ["topk@density=0.05"], [1])
+    assert capsys.readouterr().out.count("[1/1]") == 1, "the second time, the result is kept"
+    (found,) = units.kept(tiny)["evaluations"]
+    assert [step for step, _, _ in found] == [2, 4] and 0 <= found[-1][2] <= 100
+
+
+@pytest.mark.slow
+def test_ranks_are_timed(tiny):
+    needs("torch")
+    names = ["dense", "topk@density=0.05"]
+    labels = {"kind": "time", "race": "tiny", "rate": None}
+    measured = run.Setting(tiny, "ddp").measured(labels, contenders=names, rounds=2, turn=0.01)
+    assert [each["contender"] for each in measured] == names
+    assert all(len(each["milliseconds"]) == 2 and min(map(min, each["milliseconds"])) > 0 for each in measured)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdcompress.engine.telemetry import log
+
+FOLDER = Path(os.environ.get("HVDCOMPRESS_TEST_REPORTS", "."))  #: of the launch, the same on all ranks
 
 EXACT = (0.0, 0.0)  #: a tolerance of :func:`assert_close`
 REORDERED = (2e-6, 4e-7)  #: ranks are summed in another order than the loopback's

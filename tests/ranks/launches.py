@@ -20,6 +20,7 @@ LAUNCHES: dict[str, dict[str, str]] = {
         "torchrun-2x2": "two levels",
     },
     "tensorflow": {"mpi-2": "two ranks", "mpi-3": "three ranks", "gloo-2": "gloo"},
+    "keras2": {"mpi-2": "Keras 2"},
     "mpi": {
         "mpirun-2": "two ranks",
         "alone": "one rank",
@@ -39,6 +40,7 @@ SLOW = {
     ("ddp", "torchrun-4"),
     ("tensorflow", "mpi-3"),
     ("tensorflow", "gloo-2"),
+    ("keras2", "mpi-2"),
     ("mpi", "mpirun-4"),
 }
 

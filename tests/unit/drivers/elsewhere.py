@@ -1,8 +1,8 @@
-"""A device that is none: tensors in host memory that torch's rules for CUDA tensors hold for, and a count of waits.
+"""A simulated GPU: tensors in host memory that follow torch's rules for CUDA tensors, and a count of synchronizations.
 
-``with Device() as device`` makes tensors for ``device="cuda"`` of the class :class:`Elsewhere`. They work as others do,
-but an operation that would take one from host memory together with them is an error, as with CUDA; and whatever makes
-the host wait for a GPU is counted by name in ``device.waits``. What waits, by torch's sources and documentation:
+``with Device() as device`` makes tensors for ``device="cuda"`` of the class :class:`Elsewhere`. An operation on one of
+them and on a tensor in host memory is an error, as with CUDA. ``device.waits`` counts, by name, the operations for
+which the host waits for the GPU, by torch's sources and documentation:
 
 - numbers that come to the host: ``tolist``, ``item``, ``cpu``, ``bool``;
 - results whose size depends on numbers: ``nonzero``, ``unique``, ``bincount``, an index of booleans;
@@ -11,7 +11,6 @@ the host wait for a GPU is counted by name in ``device.waits``. What waits, by t
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ SIZES = {"nonzero", "argwhere", "unique", "_unique2", "unique_consecutive", "mas
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
+    """A tensor whose device is a GPU."""
 
     @property
     def device(self) -> torch.device:
@@ -38,7 +37,7 @@ class Elsewhere(torch.Tensor):
 
 
 def each(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to all that a nest of lists, tuples and dicts holds."""
+    """Apply a function to all items of nested lists, tuples and dicts."""
     if isinstance(value, dict):
         return {key: each(function, one) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -49,12 +48,12 @@ def each(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The same memory as an ordinary tensor."""
+    """Return the same memory as an ordinary tensor."""
     return value.as_subclass(torch.Tensor) if isinstance(value, Elsewhere) else value
 
 
 def there(value: Any) -> Any:
-    """The same memory as a tensor of the device."""
+    """Return the same memory as a tensor of the device."""
     ordinary = isinstance(value, torch.Tensor) and not isinstance(value, Elsewhere)
     return value.as_subclass(Elsewhere) if ordinary else value
 
@@ -64,12 +63,12 @@ def is_device(value: Any) -> bool:
 
 
 def on_host(value: Any) -> Any:
-    """An argument as it is for the host's memory."""
+    """Return an argument for the same operation in host memory."""
     return "cpu" if is_device(value) else plain(value)
 
 
 class Device(TorchFunctionMode):
-    """See the module's text.
+    """Context manager that simulates the GPU, as the module's text says.
 
     Attributes:
         waits: how often the host has waited, by reason.
@@ -113,77 +112,41 @@ class Device(TorchFunctionMode):
 
 
 class Horovod:
-    """Stands for ``horovod.torch`` among ranks that are threads: what is started is done once all have started it.
+    """``horovod.torch`` with one rank: the result of a collective is a copy of its input.
 
     Attributes:
-        mixed: names of the collectives that ranks started with tensors on unlike devices, which Horovod refuses.
+        step: the number of the step, which the test sets.
+        started: each collective's step and name, and the class of its input: :class:`Elsewhere` on the device.
     """
 
     Sum, Average, Max = "sum", "average", "max"
+    process_set_id = 0
 
-    def __init__(self, world_size: int):
-        self.world_size, self.mixed, self.came, self.done = world_size, [], {}, {}
-        self.turns: Counter[tuple[str, int]] = Counter()  # names are used again in every step
-        self.lock, self.rank = threading.Condition(), threading.local()
-        self.handles: dict[int, tuple[str, int]] = {}
+    def __init__(self) -> None:
+        self.step = 0
+        self.started: list[tuple[int, str, type]] = []
+        self.results: list[torch.Tensor] = []
         self.global_process_set = self
-        self.process_set_id = 0
 
-    # -- a process set, of which each thread is a rank
-    def size(self) -> int:
-        return self.world_size
-
-    # -- collectives
     def is_initialized(self) -> bool:
         return True
 
-    def _start(self, kind: str, tensor: Any, name: str, detail: Any = None) -> int:
-        with self.lock:
-            self.turns[name, self.rank.number] += 1
-            name = f"{name} #{self.turns[name, self.rank.number]}"
-            ranks = self.came.setdefault(name, {})
-            ranks[self.rank.number] = (kind, tensor, detail)
-            if len({isinstance(given, Elsewhere) for _, given, _ in ranks.values()}) > 1:
-                self.mixed.append(name)
-            if len(ranks) == self.world_size:  # at once: a rank whose own result is there may write over what it gave
-                self.done[name] = self._carry_out(
-                    *([ranks[rank][at] for rank in range(self.world_size)] for at in range(3))
-                )
-            self.lock.notify_all()
-            self.handles[handle := len(self.handles)] = (name, self.rank.number)
-            return handle
+    def rank(self) -> int:
+        return 0
 
-    def allreduce_async(self, tensor: Any, op: Any = "average", name: str = "", process_set: Any = None) -> int:
-        return self._start("reduce", tensor, name, op)
+    def size(self) -> int:
+        return 1
 
-    allreduce_async_ = allreduce_async
+    def _start(self, tensor: Any, *_: Any, name: str, **__: Any) -> int:
+        self.started.append((self.step, name, type(tensor)))
+        with torch._C.DisableTorchFunction():
+            self.results.append(plain(tensor).clone().as_subclass(type(tensor)))
+        return len(self.results) - 1
 
-    def allgather_async(self, tensor: Any, name: str = "", process_set: Any = None) -> int:
-        return self._start("gather", tensor, name)
-
-    def alltoall_async(self, tensor: Any, splits: Any = None, name: str = "", process_set: Any = None) -> int:
-        return self._start("all to all", tensor, name, splits)
+    allreduce_async = allreduce_async_ = allgather_async = alltoall_async = _start
 
     def poll(self, handle: int) -> bool:
-        return self.handles[handle][0] in self.done
+        return True
 
     def synchronize(self, handle: int) -> Any:
-        name, rank = self.handles[handle]
-        with self.lock:
-            assert self.lock.wait_for(lambda: name in self.done, 20), f"{name}: ranks are missing"
-            return self.done[name][rank]
-
-    def _carry_out(self, kinds: list[str], given: list[Any], details: list[Any]) -> list[Any]:
-        """Every rank's result."""
-        with torch._C.DisableTorchFunction():
-            where = Elsewhere if isinstance(given[0], Elsewhere) else torch.Tensor
-            given = [plain(one) for one in given]
-            if kinds[0] == "all to all":
-                pieces = [one.split(splits.tolist()) for one, splits in zip(given, details, strict=True)]
-                results = [torch.cat([piece[rank] for piece in pieces]) for rank in range(self.world_size)]
-            elif kinds[0] == "gather":
-                results = [torch.cat(given) for _ in given]
-            else:
-                total = torch.stack(given).amax(0) if details[0] == "max" else sum(given[1:], given[0])
-                results = [total / self.world_size if details[0] == "average" else total.clone() for _ in given]
-            return [result.as_subclass(where) for result in results]
+        return self.results[handle]

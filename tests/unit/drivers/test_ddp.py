@@ -1,4 +1,4 @@
-"""``python -m hvdcompress.ddp``: what it says of scripts and command lines that are wrong."""
+"""``python -m hvdcompress.ddp``: scripts that it runs, and wrong command lines."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ import pytest
 
 from tests.launching import environment
 
+OPTIONS = ["--method", "topk", "--set", "density=0.1"]
 
-def test_a_script_without_such_a_module_is_warned_of(
+
+def main(line: list[str]) -> None:
+    from hvdcompress.ddp import __main__
+
+    __main__.main(line)
+
+
+def test_a_script_without_a_ddp_module_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("import helper, sys\nprint(__name__, sys.argv[1:])\nsys.exit(int(sys.argv[1]))\n")
     (tmp_path / "helper.py").write_text("")
     (tmp_path / "package.py").write_text("import sys\nprint('module', sys.argv[1:])\n")
-    options = ["--method", "topk", "--set", "density=0.1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdcompress.ddp", *options, str(script), "0", "--set", "x"],
-        env=environment("alone"), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    line = [sys.executable, "-m", "hvdcompress.ddp", *OPTIONS, str(script), "0", "--set", "x"]
+    done = subprocess.run(line, env=environment("alone"), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout == "__main__ ['0', '--set', 'x']\n", done.stderr
     assert "nothing.py has made no DistributedDataParallel module" in done.stderr
 
-    from hvdcompress.ddp.__main__ import main
-
-    monkeypatch.setattr(sys, "argv", [])  # it changes both
+    monkeypatch.setattr(sys, "argv", [])  # main() changes both
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
     with pytest.raises(SystemExit, match="3"):
-        main([*options, str(script), "3"])
+        main([*OPTIONS, str(script), "3"])
     assert "warning" not in capsys.readouterr().err, "it has failed for another reason"
-    main([*options, "-m", "package", "--set", "y"])
+    main([*OPTIONS, "-m", "package", "--set", "y"])
     said = capsys.readouterr()
     assert said.out == "module ['--set', 'y']\n" and "package has made no" in said.err
 
@@ -51,21 +54,19 @@ def test_a_script_without_such_a_module_is_warned_of(
     ],
 )
 def test_wrong_command_lines(line: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from hvdcompress.ddp.__main__ import main
-
     with pytest.raises(SystemExit) as end:
         main(line)
     assert end.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_modules_are_plain_again_afterwards() -> None:
+def test_ddp_modules_are_as_before_when_the_script_has_ended() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from hvdcompress.ddp.__main__ import every_module
     from hvdcompress.plan import plan_of
 
-    plain = DistributedDataParallel.__init__
+    before = DistributedDataParallel.__init__
     with pytest.raises(KeyError), every_module(plan_of("topk")):
-        assert DistributedDataParallel.__init__ is not plain
+        assert DistributedDataParallel.__init__ is not before
         raise KeyError
-    assert DistributedDataParallel.__init__ is plain
+    assert DistributedDataParallel.__init__ is before

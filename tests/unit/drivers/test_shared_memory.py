@@ -14,7 +14,8 @@ pytest.importorskip("torch")
 from hvdcompress.ddp import shared_memory
 from hvdcompress.ddp.shared_memory import Note, SharedMemory
 
-READ = """
+#: another process: for each note of a line of its input, it prints the payload
+READER = """
 import sys
 from hvdcompress.ddp.shared_memory import Note, SharedMemory
 memory = SharedMemory()
@@ -23,38 +24,24 @@ for line in sys.stdin:
 """
 
 
-class Reader:
-    """Another process, which reads payloads."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", READ], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def get(self, note: Note) -> bytes:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(*note, file=self.process.stdin, flush=True)
-        return bytes.fromhex(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.communicate(timeout=60)
-
-
-def test_another_process_reads_what_was_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after the memory has grown, and in a later step that uses the same memory again."""
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments that must grow after few bytes."""
     monkeypatch.setattr(shared_memory, "FIRST", 256)
-    memory = SharedMemory()
-    reader = Reader()
-    random = np.random.default_rng(0)
-    for _ in range(3):
-        memory.begin()
-        payloads = [random.integers(0, 256, size, np.uint8) for size in (100, 1, 200, 1000, 64)]
-        notes = [memory.put(payload) for payload in payloads]
-        for note, payload in zip(notes, payloads, strict=True):
-            assert reader.get(note) == payload.tobytes()
-            assert memory.get(note).tobytes() == payload.tobytes()
-    reader.close()
+
+
+def test_another_process_reads_the_payloads() -> None:
+    """Also after the memory has grown, and in a later step that uses the same memory again."""
+    memory, random, pipe = SharedMemory(), np.random.default_rng(0), subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", READER], stdin=pipe, stdout=pipe, text=True) as reader:
+        assert reader.stdin and reader.stdout
+        for _ in range(3):
+            memory.begin()
+            payloads = [random.integers(0, 256, size, np.uint8).tobytes() for size in (100, 1, 200, 1000, 64)]
+            notes = [memory.put(np.frombuffer(payload, np.uint8)) for payload in payloads]
+            for note, payload in zip(notes, payloads, strict=True):
+                print(*note, file=reader.stdin, flush=True)
+                assert bytes.fromhex(reader.stdout.readline()) == memory.get(note).tobytes() == payload
 
 
 def test_memory_of_a_process_that_has_ended_is_an_error() -> None:
@@ -64,13 +51,12 @@ def test_memory_of_a_process_that_has_ended_is_an_error() -> None:
         SharedMemory().get(Note(ended.pid, 3, 4096, 0, 8))
 
 
-def test_no_descriptor_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptor_stays_open() -> None:
     """A Compressor is often freed without ``close()``, and segments are replaced when they are too small."""
 
     def count() -> int:
         return sum("hvdcompress" in str(path.resolve()) for path in Path("/proc/self/fd").iterdir())
 
-    monkeypatch.setattr(shared_memory, "FIRST", 256)
     before = count()
     memory = SharedMemory()
     with_one = count()

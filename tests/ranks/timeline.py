@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.harness import OUT
+from tests.ranks.checks import FOLDER
 
 SECONDS = 20  #: that the timeline's thread has, to write what was done
 
 
 def check_names(hvd: Any, run: Callable[[], object], names: set[str]) -> None:
     """The timeline of ``run`` shows these names; Horovod writes it on rank 0 alone."""
-    file = OUT / "timeline.json"
+    file = FOLDER / "timeline.json"
     hvd.start_timeline(str(file))
     run()
     hvd.stop_timeline()
