@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,7 @@ for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"),
 
 from hvdcompress.method import REGISTERED  # noqa: E402
 from tests import SMALL_EXPERIMENT, changed  # noqa: E402
+from tests.ranks.launches import launch_of  # noqa: E402
 from tests.spoiled import spoil  # noqa: E402
 
 spoil()
@@ -41,6 +43,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     if config.getoption("changed"):
         changed.choose(items, config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadgroup``, give the tests of a launch (tests/ranks) to one worker."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByLaunch(LoadScopeScheduling):
+        """pytest-xdist 3.8 writes its groups to an attribute that pytest 9.2 does not read."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return launch_of(nodeid) or nodeid
+
+    return ByLaunch(config, log)
 
 
 @pytest.fixture(autouse=True)

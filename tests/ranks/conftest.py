@@ -19,13 +19,15 @@ of the first rank that failed is the test's.
 
 from __future__ import annotations
 
-import importlib.util
+import ast
 import json
 import os
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,7 +36,7 @@ from tests import ROOT
 from tests.launching import launch, num_nodes_of, world_size_of
 from tests.ranks.drivers import driver_of
 from tests.ranks.drivers.loopback import in_threads
-from tests.ranks.launches import LAUNCHES, SECONDS, SECONDS_PER_TEST, SLOW
+from tests.ranks.launches import LAUNCHES, PACKAGES, SECONDS, SECONDS_PER_TEST, SLOW
 
 REPORTS = "HVDCOMPRESS_TEST_REPORTS"  #: variable of a rank's environment: the folder for its reports
 ON_A_RANK = REPORTS in os.environ
@@ -45,10 +47,7 @@ MARKS = (
     "excepted(driver, reason, refused=[], kind=None): the driver does not promise this, or refuses it with these words",
 )
 
-if not ON_A_RANK and importlib.util.find_spec("mpi4py"):
-    import mpi4py
-
-    mpi4py.rc(initialize=False, finalize=False)  # this process collects tests, and starts MPI programs
+HERE = Path(__file__).parent
 
 Launch = tuple[str, str]  #: driver, launch
 Reports = dict[str, list[pytest.TestReport]]  #: by test
@@ -62,6 +61,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # -- which launches a test runs in ----------------------------------------------------------------
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Import the files of one framework on ranks alone."""
+    is_stub = module_path.parent == HERE and not ON_A_RANK
+    return TestNames.from_parent(parent, path=module_path) if is_stub else None
+
+
+class TestNames(pytest.Module):
+    """A file whose tests are collected without an import: all frameworks together take ten seconds.
+
+    The tests have no bodies here, and no names but ``pytest``: give ``parametrize`` literals.
+    """
+
+    def _getobj(self) -> ModuleType:
+        kept: list[ast.stmt] = []
+        for node in ast.parse(self.path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                node.body = [ast.Pass()]
+                kept.append(node)
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+                kept.append(node)
+        tree = ast.fix_missing_locations(ast.Module(kept, []))
+        module = ModuleType(self.path.stem)
+        vars(module)["pytest"] = pytest
+        exec(compile(tree, self.path, "exec", annotations.compiler_flag), vars(module))
+        return module
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -80,6 +106,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 continue
             is_slow = (driver, name) in SLOW or not is_asked_for
             marks = [pytest.mark.slow] if is_slow else []
+            missing = [package for package in PACKAGES[driver] if find_spec(package) is None]
+            if missing:
+                marks.append(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
             chosen.append(pytest.param((driver, name), id=f"{driver}-{name}", marks=marks))
     metafunc.parametrize("driver", chosen, indirect=True)
 
@@ -96,7 +125,8 @@ def _launch_of(item: pytest.Item) -> Launch | None:
     """Return the driver and the launch of a test that runs in other processes."""
     parameters = getattr(item, "callspec", None)
     found = parameters.params.get("driver") if parameters else None
-    return None if ON_A_RANK or not found or found[0] == "loopback" else found
+    is_here = ON_A_RANK or not found or found[0] == "loopback" or item.get_closest_marker("skip")
+    return None if is_here else found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -107,8 +137,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = sorted(launches, key=lambda one: (one is None, one and one[0] != "tensorflow", -len(launches[one])))
     items[:] = [item for one in order for item in launches[one]]
     for item in items:
-        if one := _launch_of(item):
-            item.add_marker(pytest.mark.xdist_group("-".join(one)))
+        if _launch_of(item):
             item.add_marker(pytest.mark.timeout(SECONDS + 60), append=False)
 
 
@@ -136,7 +165,7 @@ def _reports_of(item: pytest.Item, one: Launch) -> list[pytest.TestReport]:
     ranks, log = _reports[one]
     chosen: list[pytest.TestReport] = []
     for rank, reports in enumerate(ranks):
-        found = reports.get(item.nodeid.split("@")[0], [])
+        found = reports.get(item.nodeid, [])
         if not found or found[-1].when != "teardown":
             text = f"rank {rank} of {one[1]} did not finish this test; the end of the launch's log:\n{log[-6000:]}"
             what = {"keywords": dict(item.keywords), "outcome": "failed", "longrepr": text, "when": "call"}
@@ -145,8 +174,6 @@ def _reports_of(item: pytest.Item, one: Launch) -> list[pytest.TestReport]:
             chosen = found
             for report in found:
                 report.sections.append(("rank", f"{rank} of {world_size_of(one[1])}"))
-    for report in chosen:
-        report.nodeid = item.nodeid
     return chosen
 
 
@@ -155,7 +182,7 @@ def _run_launch(session: pytest.Session, one: Launch) -> tuple[list[Reports], st
     driver, kind = one
     with tempfile.TemporaryDirectory(prefix=f"ranks-{driver}-{kind}-") as name:
         folder = Path(name)
-        tests = [f"{ROOT}/{item.nodeid.split('@')[0]}" for item in session.items if _launch_of(item) == one]
+        tests = [f"{ROOT}/{item.nodeid}" for item in session.items if _launch_of(item) == one]
         (folder / "tests").write_text("\n".join(tests))
         options = ("--timeout", str(SECONDS_PER_TEST), "--timeout-method", "thread", "--capture", "sys")
         plugins = ("-p", "no:xdist", "-p", "no:cacheprovider")

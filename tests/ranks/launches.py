@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 #: driver -> launch -> its kind. A test runs in launches of two ranks, and in others if it says ``also(kind)`` or
 #: ``only(kind)``. The ranks of "threads-N" are threads of one process; ``tests/launching.py`` explains the others.
 LAUNCHES: dict[str, dict[str, str]] = {
@@ -30,6 +32,16 @@ LAUNCHES: dict[str, dict[str, str]] = {
     },
 }
 
+#: what each driver needs
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "loopback": (),
+    "torch": ("torch", "horovod"),
+    "ddp": ("torch",),
+    "tensorflow": ("tensorflow", "horovod"),
+    "keras2": ("tf_keras", "horovod"),
+    "mpi": ("mpi4py",),
+}
+
 #: Tried with --slow only. The ranks of other launches go through the same code: three ranks are tried with MPI and the
 #: loopback, two levels with MPI, DDP and the loopback.
 SLOW = {
@@ -47,3 +59,11 @@ SLOW = {
 #: Longest time of a launch and of one test in seconds, on a machine with other work to do
 SECONDS = 1200
 SECONDS_PER_TEST = 150
+
+_PROCESSES = "|".join(f"{driver}-{name}" for driver, launches in LAUNCHES.items() for name in launches)
+
+
+def launch_of(nodeid: str) -> str:
+    """Return the driver and the launch of a test, such as "ddp-torchrun-2"; empty if it runs in this process."""
+    found = re.search(rf"\[({_PROCESSES})[]-]", nodeid)
+    return found[1] if found and not found[1].startswith("loopback") else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 import pytest
 
@@ -24,126 +23,133 @@ from hvdcompress.horovod.keras import (
     load_model,
 )
 from hvdcompress.horovod.tensorflow import Compressor
-from tests.ranks.checks import FOLDER, REORDERED, assert_close, heavy_tailed
-from tests.ranks.tf_model import (
-    SHAPES,
-    assert_reduced,
-    assert_same_on_all_ranks,
-    assert_same_variables,
-    everyone,
-    gradients,
-    reference,
-    refused,
-)
+from tests.ranks.checks import FOLDER, REORDERED, assert_close, assert_same_on_all_ranks, heavy_tailed
+from tests.ranks.drivers.tensorflow import TensorFlowDriver
+from tests.ranks.reduced import assert_reduced
 
 pytestmark = pytest.mark.drivers("tensorflow")
 
+SHAPES = TensorFlowDriver.shapes
+TOPK = {"density": 0.05}
 
-def distributed(optimizer: Any, method: str = "topk", density: float = 0.05, **settings: Any) -> Any:
-    return DistributedOptimizer(optimizer, method, density=density, **settings)
+
+def distributed(optimizer, method="topk", **settings):
+    return DistributedOptimizer(optimizer, method, **{**TOPK, **settings})
 
 
-def zeros(names: list[str], shape: tuple[int, ...]) -> list[keras.Variable]:
+def zeros(names, shape):
     return [keras.Variable(np.zeros(shape, np.float32), name=name) for name in names]
 
 
-class Applied:
-    """Variables under an optimizer of learning rate 1: what a step takes from them is the reduced gradient."""
+def data(driver, samples=64):
+    """Return this rank's inputs and targets."""
+    x = np.random.default_rng(driver.rank).normal(size=(samples, 32)).astype(np.float32)
+    return x, x[:, :1]
 
-    def __init__(self, optimizer: Any):
+
+def assert_same_variables(driver, variables):
+    """Check that variables are equal on all ranks."""
+    arrays = {str(number): np.array(variable) for number, variable in enumerate(variables)}
+    assert_same_on_all_ranks(arrays, driver.gather, "variables")
+
+
+class Variables:
+    """Variables under an optimizer of learning rate 1, whose steps subtract the reduced gradient."""
+
+    def __init__(self, optimizer):
         self.variables = [keras.Variable(np.zeros(shape, np.float32), name=name) for name, shape in SHAPES.items()]
         optimizer.build(self.variables)
         self.step = tf.function(lambda gradients: optimizer.apply(gradients, self.variables))
 
-    def __call__(self, given: dict[str, np.ndarray], scale: float = 1.0) -> dict[str, np.ndarray]:
-        self.step([tf.constant(given[name] * np.float32(scale)) for name in SHAPES])
-        reduced = {name: -np.array(variable) for name, variable in zip(SHAPES, self.variables, strict=True)}
+    def reduce(self, gradients, scale=1.0):
+        """Do a step from zero; return what it has subtracted."""
         for variable in self.variables:
             variable.assign(np.zeros(variable.shape))
-        return reduced
+        self.step([tf.constant(gradients[name] * np.float32(scale)) for name in SHAPES])
+        return {name: -np.array(variable) for name, variable in zip(SHAPES, self.variables, strict=True)}
 
 
-class Slow(Observer):
-    """Has each collective wait, so that the optimizer does meanwhile what it does not need gradients for."""
+class SlowCollectives(Observer):
+    """Each collective waits, while the optimizer does what needs no gradients."""
 
-    def sent(self, *args: Any) -> None:
+    def sent(self, *_):
         time.sleep(0.005)
 
 
-def test_equals_loopback() -> None:
-    for method, op, settings in (("none", "average", {}), ("topk", "sum", {"density": 0.05})):
-        operation = hvd.Sum if op == "sum" else hvd.Average
-        optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), method, op=operation, **settings)
-        assert isinstance(optimizer, keras.optimizers.SGD) and type(optimizer).__name__ == "SGD"
-        model, net = Applied(optimizer), reference(method, **settings)
-        for step in range(2):
-            want = net.allreduce_many(everyone(step), op=op)[0]
-            assert_close(model(gradients(step)), want, REORDERED, f"{method} step {step}")
-        assert set(optimizer.compressor.state_dict()["steps"]) == set(SHAPES), "names are the variables' paths"
+@pytest.mark.parametrize("method,op,settings", [("none", "average", {}), ("topk", "sum", {"density": 0.05})])
+def test_results_equal_the_loopback(driver, method, op, settings):
+    operation = hvd.Sum if op == "sum" else hvd.Average
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), method, op=operation, **settings)
+    assert isinstance(optimizer, keras.optimizers.SGD) and type(optimizer).__name__ == "SGD"
+    model, net = Variables(optimizer), driver.yardstick(method, settings)
+    for step in range(2):
+        everyone = driver.everyone(step, SHAPES)
+        assert_reduced(driver, model.reduce(everyone[driver.rank]), net, everyone, f"step {step}", REORDERED, op)
+    assert set(optimizer.compressor.state_dict()["steps"]) == set(SHAPES), "names are the variables' paths"
 
 
-def test_a_net_trains_as_with_an_optimizer_without_momentum() -> None:
-    """Also with Nesterov, and a learning rate that a schedule changes; clipping by Keras keeps the momentum."""
-    results = {}
-    for what, options, rate in (
-        ("plain", {}, 0.1),
-        ("nesterov", {"momentum": 0.9, "nesterov": True}, 0.01),
-        ("clipped", {"momentum": 0.9, "global_clipnorm": 1e9}, 0.01),
-        ("kept", {"momentum": 0.9}, 0.01),
-    ):
-        schedule = keras.optimizers.schedules.ExponentialDecay(rate, 2, 0.7)
-        how = {"min_elements": 1, "optimizer_momentum": "keep" if what == "kept" else "cancel"}
-        optimizer = distributed(keras.optimizers.SGD(schedule, **options), **how)
-        optimizer.compressor.watch(Slow())  # the learning rate of the next step must not come in the meantime
-        model, moved = Applied(optimizer), {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        for step in range(4):
-            for name, change in model(gradients(step)).items():
-                moved[name] += change
-        results[what] = moved
-    for what, want in (("nesterov", "plain"), ("clipped", "kept")):
-        assert_close(results[what], results[want], (1e-4, 1e-5), what)
+@pytest.mark.parametrize(
+    "options,plain",
+    [
+        ({"momentum": 0.9, "nesterov": True}, {"learning_rate": 0.1}),
+        ({"momentum": 0.9, "global_clipnorm": 1e9}, {"momentum": 0.9}),
+    ],
+)
+def test_cancelled_momentum_trains_as_an_optimizer_without_momentum(driver, options, plain):
+    """Also if a schedule changes the learning rate. Where Keras clips gradients, the momentum is kept."""
+    results = []
+    for given in (options, plain):
+        given = {"learning_rate": 0.01, **given}
+        given["learning_rate"] = keras.optimizers.schedules.ExponentialDecay(given["learning_rate"], 2, 0.7)
+        how = "keep" if given.keys() == {"learning_rate", "momentum"} else "cancel"
+        optimizer = distributed(keras.optimizers.SGD(**given), min_elements=1, optimizer_momentum=how)
+        optimizer.compressor.watch(SlowCollectives())  # the next step's learning rate must not be read meanwhile
+        model = Variables(optimizer)
+        moves = [model.reduce(driver.gradients(step, SHAPES)) for step in range(4)]
+        results.append({name: sum(move[name] for move in moves) for name in SHAPES})
+    assert_close(*results, (1e-4, 1e-5), "as without momentum")
 
 
-def test_several_backward_passes_per_step() -> None:
+def test_several_backward_passes_per_step(driver):
     """Keras clips the gradients after they are reduced."""
     optimizer = distributed(keras.optimizers.SGD(1.0, global_clipnorm=1.0), backward_passes_per_step=2)
-    model, net = Applied(optimizer), reference("topk", density=0.05)
+    model, net = Variables(optimizer), driver.yardstick("topk", TOPK)
     for step in range(2):
-        first, second = everyone(2 * step), everyone(2 * step + 1)
-        assert not any(change.any() for change in model(first[hvd.rank()]).values())
-        got = model(second[hvd.rank()])
+        first, second = driver.everyone(2 * step, SHAPES), driver.everyone(2 * step + 1, SHAPES)
+        assert not any(change.any() for change in model.reduce(first[driver.rank]).values())
+        got = model.reduce(second[driver.rank])
         both = zip(first, second, strict=True)
         means = [{name: (one[name] + other[name]) / 2 for name in SHAPES} for one, other in both]
-        reduced = net.allreduce_many(means)[0]
+        reduced = net.allreduce_many(means)[driver.rank]
         norm = np.sqrt(sum(np.square(array).sum() for array in reduced.values()))
-        want = {name: array / norm for name, array in reduced.items()}
         assert norm > 1
-        assert_close(got, want, (1e-4, 1e-5), f"step {step}")
-        assert_same_on_all_ranks(got, f"step {step}")
+        assert_close(got, {name: array / norm for name, array in reduced.items()}, (1e-4, 1e-5), f"step {step}")
+        assert_same_on_all_ranks(got, driver.gather, f"step {step}")
     assert set(optimizer.compressor.state_dict()["steps"].values()) == {2}
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all(driver):
+    """Residuals are kept unscaled, and as if the skipped step had not been."""
     inner = keras.optimizers.SGD(1.0)
     scaled = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0, dynamic_growth_steps=2)
     optimizer = distributed(scaled, "scalecom")
-    model, net = Applied(optimizer), reference("scalecom", density=0.05)
+    model, net = Variables(optimizer), driver.yardstick("scalecom", TOPK)
     for step, scale in enumerate((1024.0, 1024.0, 512.0, 512.0, 1024.0)):
         assert float(tf.convert_to_tensor(optimizer.dynamic_scale)) == scale, step
-        given = everyone(step)
+        everyone = driver.everyone(step, SHAPES)
         if step == 1:
-            given[1] = {name: np.full(shape, np.inf, np.float32) for name, shape in SHAPES.items()}
-            assert not any(change.any() for change in model(given[hvd.rank()], scale).values()), "the step is skipped"
+            everyone[1] = {name: np.full(shape, np.inf, np.float32) for name, shape in SHAPES.items()}
+            assert not any(change.any() for change in model.reduce(everyone[driver.rank], scale).values())
         else:
-            assert_reduced(model(given[hvd.rank()], scale), net, given, step)
-    for name in SHAPES if hvd.size() == 2 else ():  # kept unscaled, and as if the bad step had not been
-        np.testing.assert_array_equal(optimizer.compressor.residual(name), net.residual(name, hvd.rank()))
+            assert_reduced(driver, model.reduce(everyone[driver.rank], scale), net, everyone, f"step {step}")
+    for name in SHAPES if driver.exact else ():
+        np.testing.assert_array_equal(optimizer.compressor.residual(name), net.residual(name, driver.rank))
 
 
-def test_fit_trains_alike_on_all_ranks() -> None:
-    """From different weights, with all callbacks; then with another batch size, after evaluation and prediction."""
-    keras.utils.set_random_seed(hvd.rank())
-    x = np.random.default_rng(hvd.rank()).normal(size=(640, 32)).astype(np.float32)
+def test_fit_with_all_callbacks(driver):
+    """Ranks begin with different weights. Another batch size follows, after evaluation and prediction."""
+    keras.utils.set_random_seed(driver.rank)
+    x, _ = data(driver, 640)
     y, layers = x[:, :10].argmax(1), keras.layers
     model = keras.Sequential([keras.Input((32,)), layers.Dense(64, activation="relu"), layers.Dense(10)])
     rate = keras.optimizers.schedules.CosineDecay(0.0, 60, warmup_target=0.1, warmup_steps=10)
@@ -153,26 +159,26 @@ def test_fit_trains_alike_on_all_ranks() -> None:
     callbacks = [BroadcastCallback(), MetricAverageCallback(), ObserveCallback()]
     history = model.fit(x, y, 32, epochs=4, verbose=0, validation_data=(x, y), callbacks=callbacks).history
     assert history["val_accuracy"][-1] > 0.7, history
-    assert len(set(hvd.allgather_object(str(history["loss"])))) == 1, "metrics are averaged"
+    assert len(set(driver.gather(str(history["loss"])))) == 1, "metrics are averaged"
     model.evaluate(x[:50], y[:50], verbose=0)
     model.predict(x[:3], verbose=0)
     model.fit(x[:100], y[:100], 33, verbose=0)
-    assert_same_variables(model.trainable_variables, "after all")
+    assert_same_variables(driver, model.trainable_variables)
     assert set(optimizer.compressor.state_dict()["steps"].values()) == {4 * 20 + 4}
 
 
-def test_broadcast_makes_ranks_alike() -> None:
-    """Also a model that is built in its first step, with batch normalization, and the optimizer's variables."""
-    keras.utils.set_random_seed(hvd.rank())
+def test_broadcast_callback_makes_all_variables_equal(driver):
+    """Also of a model that is built in its first step, with batch normalization, and of the optimizer."""
+    keras.utils.set_random_seed(driver.rank)
     layers = [keras.layers.Dense(64), keras.layers.Dropout(0.1), keras.layers.BatchNormalization()]
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
     model.compile(distributed(keras.optimizers.Adam(1e-3)), "mse", jit_compile=False)
-    x = np.random.default_rng(hvd.rank()).normal(size=(64, 32)).astype(np.float32)
-    model.fit(x, x[:, :1], verbose=0, callbacks=[BroadcastCallback()], batch_size=16)
-    assert_same_variables([*model.trainable_variables, *model.optimizer.variables], "model and optimizer")
+    model.fit(*data(driver), verbose=0, callbacks=[BroadcastCallback()], batch_size=16)
+    assert_same_variables(driver, [*model.trainable_variables, *model.optimizer.variables])
 
 
-def test_auto_takes_beta1_out_of_adam() -> None:
+def test_auto_sets_beta1_of_adam_to_zero(driver):
+    """Unless ``without_beta1=False``, or with another method."""
     for method, options, beta1 in (
         ("auto", {}, 0.0),
         (Compressor("auto"), {}, 0.0),
@@ -182,62 +188,62 @@ def test_auto_takes_beta1_out_of_adam() -> None:
         assert DistributedOptimizer(keras.optimizers.Adam(1e-3), method, **options).beta_1 == beta1
 
 
-def test_metrics_are_averaged() -> None:
-    logs = {"loss": float(hvd.rank()), "accuracy": 0.5}
+def test_metrics_are_averaged(driver):
+    logs = {"loss": float(driver.rank), "accuracy": 0.5}
     MetricAverageCallback().on_epoch_end(0, logs)
-    assert logs == {"loss": (hvd.size() - 1) / 2, "accuracy": 0.5}
+    assert logs == {"loss": (driver.world_size - 1) / 2, "accuracy": 0.5}
 
 
-def test_embeddings_must_be_made_dense() -> None:
+def test_gradients_of_embeddings_must_be_made_dense(driver):
     (table,) = zeros(["table"], (200, 16))
-    gradient = tf.IndexedSlices(tf.ones((2, 16)), tf.constant([1, 3 + hvd.rank()]), tf.constant((200, 16)))
+    gradient = tf.IndexedSlices(tf.ones((2, 16)), tf.constant([1, 3 + driver.rank]), tf.constant((200, 16)))
     optimizer, dense = (distributed(keras.optimizers.SGD(1.0), sparse_as_dense=as_dense) for as_dense in (False, True))
     step = tf.function(lambda: optimizer.apply([gradient], [table]))
-    refused(ValueError, ["table", "sparse_as_dense=True"], step)
+    driver.must_raise(ValueError, ["table", "sparse_as_dense=True"], step, same=False)
     dense.build([table])
     tf.function(lambda: dense.apply([gradient], [table]))()
     assert np.array(table).any()
-    assert_same_variables([table], "dense")
+    assert_same_variables(driver, [table])
 
 
-class Twisted(keras.optimizers.SGD):
+class OwnSGD(keras.optimizers.SGD):
     """A program's own optimizer, whose configuration lacks its own argument."""
 
-    def __init__(self, twist=2.0, **more):
+    def __init__(self, factor=2.0, **more):
         super().__init__(**more)
-        self.twist = twist
+        self.factor = factor
 
     def update_step(self, gradient, variable, learning_rate):
-        variable.assign_sub(learning_rate * self.twist * gradient)
+        variable.assign_sub(learning_rate * self.factor * gradient)
 
 
-class Falling(keras.optimizers.schedules.LearningRateSchedule):
+class OwnSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """A schedule without a configuration, as in TensorFlow's tutorial on transformers."""
 
     def __call__(self, step):
         return 1.0 / (1.0 + tf.cast(step, tf.float32))
 
 
-def test_the_optimizer_is_the_programs_own_object() -> None:
-    """What its configuration does not say is kept; a schedule or a function need not have one."""
+def test_optimizer_is_changed_in_place(driver):
+    """So attributes that its configuration lacks are kept, and its schedule needs no configuration."""
     for plain, factors in (
-        (Twisted(twist=3.0, learning_rate=1.0), (3.0, 3.0)),
-        (keras.optimizers.SGD(Falling()), (1.0, 0.5)),
+        (OwnSGD(factor=3.0, learning_rate=1.0), (3.0, 3.0)),
+        (keras.optimizers.SGD(OwnSchedule()), (1.0, 0.5)),
         (keras.optimizers.SGD(lambda: 0.25), (0.25, 0.25)),
     ):
-        optimizer = DistributedOptimizer(plain, "none")
-        assert optimizer is plain
-        applied, net = Applied(optimizer), reference("none")
+        assert DistributedOptimizer(plain, "none") is plain
+        model, net = Variables(plain), driver.yardstick("none", {})
         for step, factor in enumerate(factors):
-            got = {name: array / np.float32(factor) for name, array in applied(gradients(step)).items()}
-            assert_reduced(got, net, everyone(step), step, REORDERED)
+            everyone = driver.everyone(step, SHAPES)
+            got = {name: array / np.float32(factor) for name, array in model.reduce(everyone[driver.rank]).items()}
+            assert_reduced(driver, got, net, everyone, f"step {step}", REORDERED)
     reducing = DistributedOptimizer(keras.optimizers.SGD(0.1), "none")
-    refused(ValueError, ["takes it once"], lambda: DistributedOptimizer(reducing, "none"))
+    driver.must_raise(ValueError, ["takes it once"], lambda: DistributedOptimizer(reducing, "none"), same=False)
 
 
-def test_variables_with_one_path_have_residuals_of_their_own() -> None:
-    """As two backbones in one model have; also where one is frozen in some steps, and twice in one trace."""
-    names, shape, net = ["kernel", "kernel#2", "kernel#3"], (64, 32), reference("topk", density=0.05)
+def test_variables_with_equal_paths_have_their_own_residuals(driver):
+    """As two backbones in one model; also if one is frozen in some steps, and twice in one trace."""
+    names, shape, net = ["kernel", "kernel#2", "kernel#3"], (64, 32), driver.yardstick("topk", TOPK)
     variables = zeros(["kernel"] * 3, shape)
     assert len({variable.path for variable in variables}) == 1
     optimizer = distributed(keras.optimizers.SGD(1.0))
@@ -250,18 +256,18 @@ def test_variables_with_one_path_have_residuals_of_their_own() -> None:
 
     for step in range(3):
         before = [np.array(variable) for variable in variables]
-        drawn = [
-            [heavy_tailed(dict.fromkeys(trained, shape), 2 * step + number, rank) for rank in range(hvd.size())]
+        first, second = (
+            [heavy_tailed(dict.fromkeys(trained, shape), 2 * step + number, rank) for rank in range(driver.world_size)]
             for number, trained in enumerate((names[1:], names))
-        ]
-        frozen_at_first(*([tf.constant(array) for array in given[hvd.rank()].values()] for given in drawn))
-        first, second = (net.allreduce_many(given)[0] for given in drawn)
-        for name, variable, start in zip(names, variables, before, strict=True):
-            want = start - first.get(name, np.float32(0)) - second[name]
-            assert_close({name: np.array(variable)}, {name: want}, REORDERED, f"step {step}")
+        )
+        frozen_at_first(*([tf.constant(array) for array in one[driver.rank].values()] for one in (first, second)))
+        one, two = (net.allreduce_many(everyone)[driver.rank] for everyone in (first, second))
+        want = {n: start - one.get(n, np.float32(0)) - two[n] for n, start in zip(names, before, strict=True)}
+        got = {name: np.array(variable) for name, variable in zip(names, variables, strict=True)}
+        assert_close(got, want, REORDERED, f"step {step}")
 
 
-def test_misuse_is_refused() -> None:
+def test_wrong_optimizers_and_settings_are_refused(driver):
     used, sgd = keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)
     used.build(zeros(["w"], (3,)))
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
@@ -272,38 +278,42 @@ def test_misuse_is_refused() -> None:
         ("backward_passes_per_step", scaled, "topk", {"backward_passes_per_step": 2}),
     ):
         given = (optimizer, method)
-        refused(ValueError, [word], lambda given=given, settings=settings: DistributedOptimizer(*given, **settings))
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        driver.must_raise(ValueError, [word], lambda g=given, s=settings: DistributedOptimizer(*g, **s), same=False)
+
+
+def test_jit_compile_is_refused(driver):
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(1)])
     model.compile(distributed(keras.optimizers.SGD(0.1)), "mse", jit_compile=True)
-    x = np.zeros((4, 3), np.float32)
-    refused(
-        ValueError, ["jit_compile=False"], lambda: model.fit(x, x[:, :1], verbose=0, callbacks=[BroadcastCallback()])
-    )
+    run = lambda: model.fit(*data(driver, 4), verbose=0, callbacks=[BroadcastCallback()])  # noqa: E731
+    driver.must_raise(ValueError, ["jit_compile=False"], run, same=False)
 
 
-def test_a_training_goes_on_with_a_loaded_model_and_state() -> None:
-    """Keras leaves the model's name out of the paths of a Sequential's variables when it is loaded. With a plain
-    optimizer, it would train each rank by itself."""
-    x = np.random.default_rng(hvd.rank()).normal(size=(64, 32)).astype(np.float32)
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
-    for name, plain in (("adam", keras.optimizers.Adam(1e-3)), ("scaled", scaled)):
-        keras.utils.set_random_seed(2)
-        model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64), keras.layers.Dense(1)], name="outer")
-        model.compile(distributed(plain, min_elements=0), "mse", jit_compile=False)
-        model.fit(x, x[:, :1], verbose=0, batch_size=32, shuffle=False)
-        path, folder = str(FOLDER / f"{name}-{hvd.rank()}.keras"), FOLDER / name
-        model.save(path)
-        model.optimizer.compressor.save(folder)
-        refused(ValueError, ["hvdcompress.horovod.keras.load_model"], lambda p=path: keras.saving.load_model(p))
-        assert keras.saving.load_model(path, compile=False).count_params() == model.count_params()
-        again = load_model(path, "topk", density=0.05, min_elements=0)
-        assert type(again.optimizer).__name__ == type(plain).__name__
-        for mine, its in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
-            np.testing.assert_array_equal(np.array(mine), np.array(its), err_msg=mine.path)
-        again.jit_compile = False
-        again.optimizer.compressor.load(folder)
-        for one in (model, again):
-            one.fit(x, x[:, :1], verbose=0, batch_size=32, shuffle=False)
-        assert set(again.optimizer.compressor.state_dict()["steps"].values()) == {4}
-        for mine, its in zip(model.trainable_variables, again.trainable_variables, strict=True):
-            np.testing.assert_array_equal(np.array(mine), np.array(its), err_msg=its.path)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_training_continues_with_a_loaded_model_and_state(driver, is_scaled):
+    """Loaded, the variables of a Sequential lack the model's name in their paths. Keras's own ``load_model`` would make
+    a plain optimizer, which trains each rank by itself: it is refused."""
+    plain = keras.optimizers.Adam(1e-3)
+    if is_scaled:
+        plain = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
+    (x, y), fit = data(driver), {"verbose": 0, "batch_size": 32, "shuffle": False}
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64), keras.layers.Dense(1)], name="outer")
+    model.compile(distributed(plain, min_elements=0), "mse", jit_compile=False)
+    model.fit(x, y, **fit)
+    path, folder = str(FOLDER / f"{is_scaled}-{driver.rank}.keras"), FOLDER / f"scaled-{is_scaled}"
+    model.save(path)
+    model.optimizer.compressor.save(folder)
+    words = ["hvdcompress.horovod.keras.load_model"]
+    driver.must_raise(ValueError, words, lambda: keras.saving.load_model(path), same=False)
+    assert keras.saving.load_model(path, compile=False).count_params() == model.count_params()
+    again = load_model(path, "topk", density=0.05, min_elements=0)
+    assert type(again.optimizer).__name__ == type(plain).__name__
+    for mine, its in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(np.array(mine), np.array(its), err_msg=mine.path)
+    again.jit_compile = False
+    again.optimizer.compressor.load(folder)
+    for one in (model, again):
+        one.fit(x, y, **fit)
+    assert set(again.optimizer.compressor.state_dict()["steps"].values()) == {4}
+    for mine, its in zip(model.trainable_variables, again.trainable_variables, strict=True):
+        np.testing.assert_array_equal(np.array(mine), np.array(its), err_msg=its.path)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
 
 import pytest
 import torch
@@ -17,35 +16,34 @@ from hvdcompress.engine.agreement import PeerError
 from hvdcompress.local_steps import OUTER, LocalSteps
 from hvdcompress.plan import plan_of
 from tests.ranks.checks import FOLDER, logged
-from tests.ranks.torch_ranks import HOROVOD, gather, must_raise, rank, world_size
 
-pytestmark = pytest.mark.drivers("torch", "ddp")
-
-if HOROVOD:
+if os.environ.get("DRIVER") == "torch":
     import horovod.torch as hvd
 
     from tests.ranks.drivers.torch import PAIR
 
-SETTINGS: dict[str, Any] = {"method": "topk", "density": 0.1, "min_elements": 10}
+pytestmark = pytest.mark.drivers("torch", "ddp")
 
-
-def mean(tensor: torch.Tensor) -> torch.Tensor:
-    return sum(gather(tensor)) / world_size()
+SETTINGS = {"method": "topk", "density": 0.1, "min_elements": 10}
 
 
 class Training:
-    """A net, and its inner optimizer. By default, each rank has its own weights, as when they are not broadcast."""
+    """A net and its inner optimizer. By default, each rank has its own weights: LocalSteps broadcasts rank 0's."""
 
-    def __init__(self, seed: int | None = None, lr: float = 0.05, momentum: float = 0.9) -> None:
-        torch.manual_seed(rank() if seed is None else seed)
+    def __init__(self, driver, seed=None, lr=0.05, momentum=0.9):
+        self.rank = driver.rank
+        torch.manual_seed(self.rank if seed is None else seed)
         layers = (torch.nn.Linear(20, 40), torch.nn.BatchNorm1d(40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
-        self.model: torch.nn.Module = torch.nn.Sequential(*layers)
+        self.model = torch.nn.Sequential(*layers)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
 
-    def run(self, steps: range, after: Callable[[int], object]) -> None:
-        """Train, and call ``after`` with the number of each step when it is done."""
+    def local_steps(self, every, **settings):
+        return LocalSteps(self.model, self.optimizer, every=every, **settings)
+
+    def run(self, steps, after):
+        """Train, and call ``after`` with the number of each step at its end."""
         for step in steps:
-            generator = torch.Generator().manual_seed(1000 * step + rank())
+            generator = torch.Generator().manual_seed(1000 * step + self.rank)
             inputs, targets = torch.randn(16, 20, generator=generator), torch.randint(0, 3, (16,), generator=generator)
             self.optimizer.zero_grad()
             torch.nn.functional.cross_entropy(self.model(inputs), targets).backward()
@@ -53,39 +51,56 @@ class Training:
             after(step)
 
 
-def trained(every: int, steps: range, folder: Any = None, save_at: int = -1, **settings: Any) -> tuple[Any, LocalSteps]:
-    """Train for these steps; load from the folder before the first, or save there after step ``save_at``."""
-    training = Training()
-    local = LocalSteps(training.model, training.optimizer, every=every, **settings)
-    if folder and steps.start:
-        local.load(folder)
+def trained(driver, every, steps, folder=None, save_at=None, **settings):
+    """Load from ``folder``, unless the steps begin at 0; train, and save there after step ``save_at``.
 
-    def after(step: int) -> None:
-        local.step()
-        if step == save_at:
-            local.save(folder)
+    Returns:
+        the state of the model, and the LocalSteps.
+    """
+    training = Training(driver)
+    with training.local_steps(every, **settings) as local:
+        if steps.start:
+            local.load(folder)
 
-    training.run(steps, after)
-    local.close()
+        def after(step):
+            local.step()
+            if step == save_at:
+                local.save(folder)
+
+        training.run(steps, after)
     return training.model.state_dict(), local
 
 
-def diloco(every: int, steps: int) -> dict[str, torch.Tensor]:
-    """DiLoCo, as its paper writes it."""
-    training = Training(seed=0)
+def assert_equal(got, want, tolerance=0.0):
+    """Check that ``got`` has the tensors of ``want``."""
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def assert_same_on_all_ranks(driver, state):
+    for other in driver.gather({name: tensor.clone() for name, tensor in state.items()}):
+        assert_equal(other, state)
+
+
+def diloco(driver, every, steps):
+    """Train with DiLoCo, written as in its paper."""
+    training = Training(driver, seed=0)
     parameters = list(training.model.parameters())
-    anchor = [torch.nn.Parameter(each.detach().clone()) for each in parameters]
-    outer = torch.optim.SGD(anchor, **OUTER)
+    anchors = [torch.nn.Parameter(each.detach().clone()) for each in parameters]
+    outer = torch.optim.SGD(anchors, **OUTER)
+
+    def mean(tensor):
+        return sum(driver.gather(tensor)) / driver.world_size
 
     @torch.no_grad()
-    def exchange(step: int) -> None:
+    def exchange(step):
         if (step + 1) % every:
             return
-        for here, there in zip(parameters, anchor, strict=True):
-            there.grad = mean(there - here)
+        for parameter, anchor in zip(parameters, anchors, strict=True):
+            anchor.grad = mean(anchor - parameter)
         outer.step()
-        for here, there in zip(parameters, anchor, strict=True):
-            here.copy_(there)
+        for parameter, anchor in zip(parameters, anchors, strict=True):
+            parameter.copy_(anchor)
         for buffer in training.model.buffers():
             if buffer.is_floating_point():
                 buffer.copy_(mean(buffer))
@@ -94,138 +109,122 @@ def diloco(every: int, steps: int) -> dict[str, torch.Tensor]:
     return training.model.state_dict()
 
 
-def assert_equal(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], tolerance: float = 0.0) -> None:
-    for name, tensor in want.items():
-        torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")  # noqa: B023
-
-
-def assert_same_on_all_ranks(state: Mapping[str, torch.Tensor]) -> None:
-    for other in gather({name: tensor.clone() for name, tensor in state.items()}):
-        assert_equal(other, state)
-
-
-def test_local_steps_are_diloco() -> None:
-    got, local = trained(3, range(9), method="none")
-    assert_equal(got, diloco(3, 9), 0.0 if world_size() == 2 else 1e-5)  # more are added in another order
-    assert_same_on_all_ranks(got)
+def test_local_steps_equal_diloco(driver):
+    got, local = trained(driver, 3, range(9), method="none")
+    assert_equal(got, diloco(driver, 3, 9), 0.0 if driver.world_size == 2 else 1e-5)  # more are added in another order
+    assert_same_on_all_ranks(driver, got)
     assert local.compressors[0].ledger.steps == 3
 
 
-def test_parameters_are_averaged_in_each_step_of_the_warm_up() -> None:
-    got, _ = trained(50, range(4), **SETTINGS, warmup=4)
-    assert_equal(got, trained(1, range(4), method="none", outer=None)[0], 1e-5)
+def test_every_step_of_the_warm_up_averages_parameters(driver):
+    """Uncompressed, and without the outer optimizer."""
+    got, _ = trained(driver, 50, range(4), **SETTINGS, warmup=4)
+    assert_equal(got, trained(driver, 1, range(4), method="none", outer=None)[0], 1e-5)
 
 
-def test_the_outer_momentum_is_cancelled_where_it_is_asked_for() -> None:
-    """In settings, a dict, a plan or a method alike; otherwise it is kept."""
-    asked = {**SETTINGS, "optimizer_momentum": "cancel"}
-    plan = plan_of(asked.pop("method"), **asked)
-    kept, _ = trained(2, range(6), **SETTINGS)
-    first, _ = trained(2, range(6), method=plan)
+def test_outer_momentum_is_cancelled_only_on_request(driver):
+    """The request may be in settings, a dict, a plan or a method."""
+    plan = plan_of("topk", density=0.1, min_elements=10, optimizer_momentum="cancel")
+    kept, _ = trained(driver, 2, range(4), **SETTINGS)
+    first, _ = trained(driver, 2, range(4), method=plan)
     assert any(not torch.equal(first[name], kept[name]) for name in kept)
     for settings in (
         {"method": plan.to_dict()},
         {"method": plan.program.main, "min_elements": 10},
         {**SETTINGS, "optimizer_momentum": "cancel"},
     ):
-        assert_equal(trained(2, range(6), **settings)[0], first)
+        assert_equal(trained(driver, 2, range(4), **settings)[0], first)
 
 
-def post_local_sgd(warmup: int, momentum: float, steps: int) -> dict[str, torch.Tensor]:
-    """PyTorch's own local SGD."""
-    training = Training(seed=0, momentum=momentum)
-    parameters = dict(training.model.named_parameters())
-    training.model = DistributedDataParallel(training.model)
-    state = PostLocalSGDState(None, None, warmup, post_local_gradient_allreduce=False)
-    training.model.register_comm_hook(state, post_localSGD_hook)
-    averager = PeriodicModelAverager(4, warmup_steps=warmup)
-    training.optimizer = PostLocalSGDOptimizer(training.optimizer, averager)
-    training.run(range(steps), lambda step: None)
-    return parameters
+@pytest.mark.parametrize("warmup,momentum,steps", [(0, 0.9, 9), (5, 0.0, 14), (6, 0.9, 7)])
+def test_local_steps_equal_pytorchs_post_local_sgd(driver, warmup, momentum, steps):
+    """PyTorch also averages after the first step without warm-up, so its warm-up is one step shorter.
 
-
-def test_local_steps_are_pytorchs_post_local_sgd() -> None:
-    """PyTorch also averages after the first step without warm-up, so it has a step of warm-up less.
-
-    It averages gradients while warming up, and we parameters. So momentum is each rank's own here, and equal there: it
-    shows after a warm-up, but not within one.
+    In the warm-up, PyTorch averages gradients, and LocalSteps averages parameters. So momentum, which is per rank here
+    and equal on all ranks there, must be zero if steps within the warm-up are to be equal.
     """
-    if HOROVOD:
-        pytest.skip("PyTorch's own local SGD needs torch.distributed")
-    for warmup, momentum, steps in ((0, 0.9, 9), (5, 0.0, 14), (6, 0.9, 7)):
-        training = Training(momentum=momentum)
-        with LocalSteps(training.model, training.optimizer, every=4, outer=None, warmup=warmup + 1) as local:
-            training.run(range(steps), lambda step: local.step())  # noqa: B023
-        assert_equal(dict(training.model.named_parameters()), post_local_sgd(warmup, momentum, steps), 1e-5)
+    if driver.name == "torch":
+        pytest.skip("PyTorch's local SGD needs torch.distributed")
+    ours, theirs = Training(driver, momentum=momentum), Training(driver, seed=0, momentum=momentum)
+    with ours.local_steps(4, outer=None, warmup=warmup + 1) as local:
+        ours.run(range(steps), lambda step: local.step())
+    want = dict(theirs.model.named_parameters())
+    theirs.model = DistributedDataParallel(theirs.model)
+    state = PostLocalSGDState(None, None, warmup, post_local_gradient_allreduce=False)
+    theirs.model.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(4, warmup_steps=warmup)
+    theirs.optimizer = PostLocalSGDOptimizer(theirs.optimizer, averager)
+    theirs.run(range(steps), lambda step: None)
+    assert_equal(dict(ours.model.named_parameters()), want, 1e-5)
 
 
-def test_local_steps_resume_to_the_bit() -> None:
+@pytest.mark.parametrize(
+    "every,saved,end,more", [(4, 9, 14, {}), (6, 12, 20, {"fragments": 2, "delay": 2, "mixing": 0.5})]
+)
+def test_training_continues_from_saved_state_to_the_bit(driver, every, saved, end, more):
     """Also with exchanges in flight."""
-    for every, saved, end, more in ((4, 9, 14, {}), (6, 12, 20, {"fragments": 2, "delay": 2, "mixing": 0.5})):
-        folder, settings = FOLDER / f"local-{every}", {**SETTINGS, "warmup": 3, **more}
-        want, _ = trained(every, range(end), folder, save_at=saved, **settings)
-        gather(None)
-        got, _ = trained(every, range(saved + 1, end), folder, **settings)
-        assert_equal(got, want)
-
-
-def test_the_warm_up_is_saved() -> None:
-    settings = {**SETTINGS, "warmup": 20, "checkpoint": FOLDER / "warm-up"}
-    want, _ = trained(4, range(9), **settings)
-    gather(None)
-    assert trained(4, range(0), **settings)[1].steps == 8
-    got, _ = trained(4, range(8, 9), folder=settings["checkpoint"], **settings)
+    folder, settings = FOLDER / f"local-{every}", {**SETTINGS, "warmup": 3, **more}
+    want, _ = trained(driver, every, range(end), folder, save_at=saved, **settings)
+    driver.meet()
+    got, _ = trained(driver, every, range(saved + 1, end), folder, **settings)
     assert_equal(got, want)
 
 
-def test_local_steps_are_synchronized_for_evaluation() -> None:
-    """With a result in flight; a second synchronization changes nothing."""
-    training = Training()
-    streaming = {"fragments": 2, "delay": 1, "mixing": 0.5}
-    with LocalSteps(training.model, training.optimizer, every=4, **streaming, **SETTINGS) as local:
+def test_checkpoint_is_written_in_the_warm_up(driver):
+    settings = {**SETTINGS, "warmup": 20, "checkpoint": FOLDER / "warm-up"}
+    want, _ = trained(driver, 4, range(9), **settings)
+    driver.meet()
+    assert trained(driver, 4, range(0), **settings)[1].steps == 8
+    got, _ = trained(driver, 4, range(8, 9), settings["checkpoint"], **settings)
+    assert_equal(got, want)
+
+
+def test_synchronize_makes_ranks_equal(driver):
+    """Before the first step, and with an exchange in flight. Another call changes nothing."""
+    training = Training(driver)
+    with training.local_steps(4, fragments=2, delay=1, mixing=0.5, **SETTINGS) as local:
         local.synchronize()
         training.run(range(7), lambda step: local.step())
         local.synchronize()
         once = {name: each.clone() for name, each in training.model.state_dict().items()}
         local.synchronize()
         assert_equal(training.model.state_dict(), once)
-        assert_same_on_all_ranks(once)
+        assert_same_on_all_ranks(driver, once)
 
 
-def test_a_nan_returns_all_ranks_to_the_last_exchange() -> None:
-    training = Training(lr=1e-2, momentum=0.0)
+def test_nan_returns_all_ranks_to_the_last_exchange(driver):
+    training = Training(driver, lr=1e-2, momentum=0.0)
     parameters = dict(training.model.named_parameters())
-    with LocalSteps(training.model, training.optimizer, every=2, **SETTINGS) as local:
+    with training.local_steps(2, **SETTINGS) as local:
         training.run(range(3), lambda step: local.step())
         anchor = {name: each.detach().clone() for name, each in local.fragments[0].anchors.items()}
-        parameters["0.weight"].data[0, 0] = float("nan") if rank() == world_size() - 1 else 0.0
+        parameters["0.weight"].data[0, 0] = float("nan") if driver.rank == driver.world_size - 1 else 0.0
         with logged() as lines:
             training.run(range(3, 4), lambda step: local.step())
         assert_equal(parameters, anchor)
-        assert rank() or any("go on from the last exchange" in line for line in lines)
+        assert driver.rank or any("go on from the last exchange" in line for line in lines)
         training.run(range(4, 6), lambda step: local.step())
-        assert_same_on_all_ranks(parameters)
+        assert_same_on_all_ranks(driver, parameters)
 
 
-class Odd(torch.nn.Module):
-    """An embedding with sparse gradients, tied weights, a parameter without gradient, and a frozen one."""
+class UnusualParameters(torch.nn.Module):
+    """An embedding with sparse gradients, tied weights, a parameter without a gradient, and a frozen one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(30, 20, sparse=True)
-        self.body = torch.nn.Linear(20, 20)
-        self.head = torch.nn.Linear(20, 20)
+        self.body, self.head = torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)
         self.head.weight = self.body.weight
         self.unused = torch.nn.Parameter(torch.randn(7))
         self.frozen = torch.nn.Parameter(torch.randn(7), requires_grad=False)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         return self.head(self.body(self.embedding(inputs))).square().mean()
 
 
-def test_odd_parameters_are_exchanged() -> None:
-    torch.manual_seed(rank())
-    model = Odd()
+def test_sparse_tied_unused_and_frozen_parameters(driver):
+    torch.manual_seed(driver.rank)
+    model = UnusualParameters()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     local = LocalSteps(model, sgd, every=2, **SETTINGS)
     unchanged = {name: getattr(model, name).detach().clone() for name in ("unused", "frozen")}
@@ -235,123 +234,119 @@ def test_odd_parameters_are_exchanged() -> None:
         sgd.step()
         local.step()
     assert model.head.weight is model.body.weight
-    assert_same_on_all_ranks(model.state_dict())
+    assert_same_on_all_ranks(driver, model.state_dict())
     assert_equal(model.state_dict(), unchanged)
     model.frozen.requires_grad_()
     local.step()
-    must_raise(ValueError, ["'frozen'", "make LocalSteps again"], local.step)
+    driver.must_raise(ValueError, ["'frozen'", "make LocalSteps again"], local.step)
     local.close()
     local.close()
 
 
-def test_parameters_of_any_dtype_are_exchanged() -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float64, *(() if HOROVOD else (torch.complex64,))):
-        model = torch.nn.ParameterDict({"w": torch.full((40, 30), rank() + 2.0, dtype=dtype)})
-        step = 1j if dtype.is_complex else 1.0
-        with LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, outer=None) as local:
-            model["w"].data += step * rank()
-            assert local.step()
-        want = torch.full((40, 30), 2.0 + step * (world_size() - 1) / 2, dtype=dtype)  # all start from the 2 of rank 0
-        assert_equal({"w": model["w"].detach()}, {"w": want}, 1e-2)
-        assert_same_on_all_ranks(model.state_dict())
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "complex64"])
+def test_parameters_of_any_dtype_are_averaged(driver, dtype):
+    dtype = getattr(torch, dtype)
+    if dtype.is_complex and driver.name == "torch":
+        pytest.skip("Horovod has no complex numbers")
+    model = torch.nn.ParameterDict({"w": torch.full((40, 30), driver.rank + 2.0, dtype=dtype)})
+    step = 1j if dtype.is_complex else 1.0
+    with LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, outer=None) as local:
+        model["w"].data += step * driver.rank
+        assert local.step()
+    want = torch.full((40, 30), 2.0 + step * (driver.world_size - 1) / 2, dtype=dtype)  # all start from 2, of rank 0
+    assert_equal({"w": model["w"].detach()}, {"w": want}, 1e-2)
+    assert_same_on_all_ranks(driver, model.state_dict())
 
 
 class Buffered(torch.nn.Module):
-    """A mask with -inf, and a buffer that is replaced in each pass; neither is saved."""
+    """A mask with -inf, and a buffer that each forward pass replaces. Neither is saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank):
         super().__init__()
+        self.rank = rank
         self.layer = torch.nn.Linear(20, 3)
         self.register_buffer("mask", torch.full((3,), -torch.inf), persistent=False)
-        self.register_buffer("seen", torch.full((2,), float(rank())), persistent=False)
+        self.register_buffer("seen", torch.full((2,), float(rank)), persistent=False)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.seen = self.seen + rank()
+    def forward(self, inputs):
+        self.seen = self.seen + self.rank
         return self.layer(inputs)
 
 
-def test_buffers_are_averaged_or_left_alone() -> None:
-    training = Training()
-    model = training.model = Buffered()
+def test_buffers_are_averaged_unless_they_are_equal(driver):
+    """A NaN in a buffer returns all ranks to the last exchange."""
+    training = Training(driver)
+    model = training.model = Buffered(driver.rank)
     training.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.nn.ModuleDict({"_orig_mod": model})  # as torch.compile names it
     with LocalSteps(compiled, training.optimizer, every=2, **SETTINGS) as local:
         training.run(range(2), lambda step: local.step())
-        average = [world_size() - 1.0] * 2
+        average = [driver.world_size - 1.0] * 2
         assert model.seen.tolist() == average and model.mask.tolist() == [-torch.inf] * 3
         training.run(range(2, 3), lambda step: local.step())
-        if rank() == world_size() - 1:
+        if driver.rank == driver.world_size - 1:
             model.seen = model.seen * float("nan")
         training.run(range(3, 4), lambda step: local.step())
-        assert model.seen.tolist() == average, "all ranks return to the last exchange"
+        assert model.seen.tolist() == average
 
 
-def first_ranks() -> tuple[bool, Any]:
-    """Return whether this rank is in a group of fewer ranks, and the group."""
-    if not HOROVOD:
-        ranks = list(range(1, world_size()))
-        return rank() in ranks, dist.new_group(ranks)
-    if world_size() < 3:
-        pytest.skip("needs 3 ranks")
-    return bool(PAIR.included()), PAIR
+def test_ranks_join_and_leave_at_the_last_exchange(driver):
+    """Fewer ranks write a checkpoint; all ranks continue from it; then fewer again."""
+    if driver.name == "torch" and driver.world_size < 3:
+        pytest.skip("Horovod's process set needs 3 ranks")
+    fewer = PAIR if driver.name == "torch" else dist.new_group(list(range(1, driver.world_size)))
+    included = PAIR.included() if driver.name == "torch" else driver.rank > 0
+    settings = {**SETTINGS, "every": 4, "checkpoint": FOLDER / "join-and-leave"}
 
-
-def test_ranks_come_and_go_at_the_last_exchange() -> None:
-    included, fewer = first_ranks()
-    settings = {**SETTINGS, "every": 4, "checkpoint": FOLDER / "come-and-go"}
-
-    def trained_until(end: int, group: Any, parameters: Mapping[str, torch.Tensor] | None = None) -> LocalSteps:
-        training = Training()
-        local = LocalSteps(training.model, training.optimizer, process_group=group, **settings)
-        if parameters:
+    def train_until(end, group, parameters):
+        training = Training(driver)
+        with training.local_steps(process_group=group, **settings) as local:
             assert_equal(dict(training.model.named_parameters()), parameters)
-        training.run(range(local.steps, end), lambda step: local.step())
-        local.close()
-        return local
+            training.run(range(local.steps, end), lambda step: local.step())
+        assert local.steps == end
+        return {name: each.detach().clone() for name, each in local.fragments[0].anchors.items()}
 
-    def anchors(local: LocalSteps | None) -> dict[str, torch.Tensor]:
-        mine = local and {n: each.detach().clone() for n, each in local.fragments[0].anchors.items()}
-        return next(filter(None, gather(mine)))
-
-    local = trained_until(8, fewer) if included else None
-    local = trained_until(14, None, anchors(local))  # one rank more; the last exchange is in step 12
-    assert local.steps == 14
-    wanted = anchors(local)
+    first = driver.gather(train_until(8, fewer, {}) if included else {})[-1]
+    second = train_until(14, None, first)  # the last exchange is in step 12
     if included:
-        assert trained_until(16, fewer, wanted).steps == 16
-    gather(None)
+        train_until(16, fewer, second)
 
 
-def test_wrong_arguments_of_local_steps_are_refused() -> None:
-    training = Training()
-    model, optimizer = training.model, training.optimizer
-    for wrong, words in (
+@pytest.mark.parametrize(
+    "wrong,words",
+    [
         ({"every": 0}, ["every = 0"]),
         ({"fragments": 5}, ["fragments = 5"]),
         ({"delay": 4}, ["delay = 4"]),
         ({"mixing": 1.0}, ["mixing = 1.0"]),
         ({"driver": "mpi"}, ["driver = 'mpi'"]),
         ({"method": "topkk"}, ["topkk", "topk"]),
-    ):
-        must_raise(ValueError, words, lambda wrong=wrong: LocalSteps(model, optimizer, **{"every": 4, **wrong}))
+    ],
+)
+def test_wrong_arguments_are_refused(driver, wrong, words):
+    driver.must_raise(ValueError, words, lambda: Training(driver).local_steps(**{"every": 4, **wrong}))
+
+
+def test_wrong_models_and_optimizers_are_refused(driver):
+    training = Training(driver)
+    model, optimizer = training.model, training.optimizer
     empty = torch.nn.Sequential()
-    must_raise(ValueError, ["no parameter"], lambda: LocalSteps(empty, optimizer, every=4))
-    if HOROVOD:
-        wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        must_raise(ValueError, ["plain optimizer"], lambda: LocalSteps(model, wrapped, every=4))
+    driver.must_raise(ValueError, ["no parameter"], lambda: LocalSteps(empty, optimizer, every=4))
+    if driver.name == "torch":
+        words, optimizer = "plain optimizer", hvd.DistributedOptimizer(optimizer, model.named_parameters())
     else:
-        module = DistributedDataParallel(model)
-        must_raise(ValueError, ["without it"], lambda: LocalSteps(module, optimizer, every=4))
-    with LocalSteps(model, optimizer, every=4) as local:
-        must_raise(FileNotFoundError, ["no step that all ranks have saved"], lambda: local.load(FOLDER / "nothing"))
+        words, model = "without it", DistributedDataParallel(model)
+    driver.must_raise(ValueError, [words], lambda: LocalSteps(model, optimizer, every=4))
 
 
-def test_ranks_that_exchange_at_other_steps_are_named() -> None:
-    training = Training()
-    with LocalSteps(training.model, training.optimizer, every=2 if rank() else 3, **SETTINGS) as local:
+def test_load_without_a_checkpoint_is_an_error(driver):
+    with Training(driver).local_steps(4) as local:
+        words = ["no step that all ranks have saved"]
+        driver.must_raise(FileNotFoundError, words, lambda: local.load(FOLDER / "nothing"))
 
-        def until_the_exchange() -> None:
-            for _ in range(3):
-                local.step()
 
-        must_raise(PeerError, ["local_steps", "'every': 3", "'every': 2"], until_the_exchange)
+def test_ranks_with_different_numbers_of_local_steps_are_named(driver):
+    with Training(driver).local_steps(2 if driver.rank else 3, **SETTINGS) as local:
+        driver.must_raise(
+            PeerError, ["local_steps", "'every': 3", "'every': 2"], lambda: [local.step() for _ in range(3)]
+        )

@@ -1,4 +1,4 @@
-"""Tests of the TensorFlow driver alone: how graphs are traced, called and optimised."""
+"""Tests of Horovod for TensorFlow alone: how graphs are traced, called and optimised."""
 
 from __future__ import annotations
 
@@ -13,49 +13,37 @@ import tensorflow as tf
 
 from hvdcompress.horovod.tensorflow import Compressor
 from tests.ranks.checks import assert_close, summed
-from tests.ranks.drivers.tensorflow import with_gradient
+from tests.ranks.drivers.tensorflow import TensorFlowDriver, TensorFlowHandle, with_gradient
 from tests.ranks.promises.test_failures import Faulty
-from tests.ranks.tf_model import (
-    SHAPES,
-    SPARSE,
-    Model,
-    assert_reduced,
-    compressor,
-    everyone,
-    gradients,
-    reference,
-    refused,
-)
+from tests.ranks.reduced import assert_reduced
 
 pytestmark = pytest.mark.drivers("tensorflow")
 
-EQUAL = dict.fromkeys(("backbone", "neck", "head"), (40, 30))  #: tensors that nothing but their variables tells apart
-
-Variables = dict[str, tf.Variable]
-
-
-def constants(given: dict[str, np.ndarray]) -> dict[str, tf.Tensor]:
-    return {name: tf.constant(array) for name, array in given.items()}
+SHAPES = TensorFlowDriver.shapes
+EQUAL = dict.fromkeys(("backbone", "neck", "head"), (40, 30))  #: tensors that only their variables tell apart
+SPARSE = {"density": 0.1, "min_elements": 0}
 
 
-def equal_variables() -> Variables:
+def constants(gradients):
+    return {name: tf.constant(array) for name, array in gradients.items()}
+
+
+def equal_variables():
     return {name: tf.Variable(tf.zeros(shape)) for name, shape in EQUAL.items()}
 
 
-def tape_and_loss(variables: Variables, fed: dict[str, tf.Tensor]) -> tuple[tf.GradientTape, tf.Tensor]:
-    """Return a tape, and a loss that has these gradients."""
-    with tf.GradientTape() as tape:
-        loss = tf.add_n([with_gradient(variables[name], gradient) for name, gradient in fed.items()])
-    return tape, loss
+def sparse_and_loopback(driver):
+    """Return a Compressor without names, and the loopback with its plan."""
+    return Compressor("topk", **SPARSE), driver.yardstick("topk", SPARSE)
 
 
 @dataclass
 class Phase:
-    """A part of a training that has a graph of its own.
+    """A part of a training that has its own graph.
 
     Attributes:
         order: the variables that the tape is given.
-        frozen: those of them whose gradients are None.
+        frozen: the variables whose gradients are None.
         options: further arguments of ``DistributedGradientTape``.
         eager: there is no graph around the tape.
     """
@@ -65,15 +53,17 @@ class Phase:
     options: dict[str, Any] | None = None
     eager: bool = False
 
-    def trained(self, inputs: list[dict]) -> list[dict]:
-        """Return the gradients of the variables that are trained."""
-        return [{name: one[name] for name in self.order if name not in self.frozen} for one in inputs]
+    def gradients(self, driver: TensorFlowDriver, step: int) -> list[dict]:
+        """Return every rank's gradients of the variables that are trained."""
+        trained = [name for name in self.order if name not in self.frozen]
+        return [{name: one[name] for name in trained} for one in driver.everyone(step, EQUAL)]
 
-    def step(self, comp: Compressor, variables: Variables) -> Callable[[dict], dict]:
+    def step(self, comp: Compressor, variables: dict[str, tf.Variable]) -> Callable[[dict], dict]:
         """Return the function that reduces one step's gradients."""
 
         def step(fed):
-            tape, loss = tape_and_loss(variables, fed)
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([with_gradient(variables[name], gradient) for name, gradient in fed.items()])
             tape = hvd.DistributedGradientTape(tape, compression=comp, **(self.options or {}))
             reduced = dict(zip(self.order, tape.gradient(loss, [variables[name] for name in self.order]), strict=True))
             assert all(reduced[name] is None for name in self.frozen)
@@ -82,56 +72,56 @@ class Phase:
         return step if self.eager else tf.function(step, autograph=False)
 
 
-def train_in_phases(comp: Compressor, phases: Sequence[Phase], what: str, times: int = 2) -> None:
-    """Go through the phases, a step in each: every tensor gets what the loopback, which knows names, gives it."""
-    net, variables = reference("topk", **SPARSE), equal_variables()
+def train_in_phases(driver, comp, phases, what=""):
+    """Do a step in each phase, twice. Results must be the loopback's, which knows tensors by name."""
+    net, variables = driver.yardstick("topk", SPARSE), equal_variables()
     steps = [phase.step(comp, variables) for phase in phases]
-    for number, (phase, step) in enumerate([*zip(phases, steps, strict=True)] * times):
-        inputs = phase.trained(everyone(number, EQUAL))
-        assert_reduced(step(constants(inputs[hvd.rank()])), net, inputs, f"{what}, step {number}")
+    for number, (phase, step) in enumerate([*zip(phases, steps, strict=True)] * 2):
+        everyone = phase.gradients(driver, number)
+        got = step(constants(everyone[driver.rank]))
+        assert_reduced(driver, got, net, everyone, f"{what}, step {number}")
 
 
-def test_gradients_are_known_by_their_variables_in_every_graph() -> None:
-    """A variable that is frozen at first must not get what others have left to send."""
+def test_gradients_are_identified_by_their_variables_in_every_graph(driver):
+    """A variable that is frozen at first must not get the residual of another."""
     groups = {"groups": 2}
     for what, phases in {
-        "frozen first": [Phase(frozen=["backbone"]), Phase()],
-        "as many of others": [Phase(frozen=["neck"]), Phase(frozen=["backbone"])],
+        "as many of others": [Phase(frozen=["neck"]), Phase(frozen=["backbone"]), Phase()],
         "in groups, in another order": [Phase(frozen=["neck"], options=groups), Phase([*EQUAL][::-1], (), groups)],
         "only the trained ones are given": [Phase(["head"]), Phase(["neck", "head"]), Phase()],
         "eagerly": [Phase(frozen=["backbone"], eager=True), Phase(eager=True), Phase()],
     }.items():
-        train_in_phases(Compressor("topk", **SPARSE), phases, what)
+        train_in_phases(driver, Compressor("topk", **SPARSE), phases, what)
 
 
-def test_a_saved_state_goes_on_in_the_next_phase() -> None:
-    """Another process never traces the first one."""
-    comp, net = Compressor("topk", **SPARSE), reference("topk", **SPARSE)
+def test_saved_state_is_loaded_before_the_next_phase(driver):
+    """By another process, which never traces the first phase."""
+    comp, net = sparse_and_loopback(driver)
     for number, phase in enumerate((Phase(frozen=["backbone"]), Phase())):
-        inputs = phase.trained(everyone(number, EQUAL))
-        got = phase.step(comp, equal_variables())(constants(inputs[hvd.rank()]))
-        assert_reduced(got, net, inputs, f"step {number}")
+        everyone = phase.gradients(driver, number)
+        got = phase.step(comp, equal_variables())(constants(everyone[driver.rank]))
+        assert_reduced(driver, got, net, everyone, f"step {number}")
         state, comp = comp.state_dict(), Compressor("topk", **SPARSE)
         comp.load_state_dict(state)
     assert state["steps"] == {"0": 1, "1": 2, "2": 2}
 
 
-def test_names_are_of_all_variables_or_of_those_with_gradients() -> None:
+def test_names_are_of_all_variables_or_of_those_with_gradients(driver):
     frozen = Phase(frozen=["backbone"])
-    comp = Compressor("topk", names=list(EQUAL), **SPARSE)
-    train_in_phases(comp, [frozen, Phase()], "of all")
-    assert comp.state_dict()["steps"] == {"backbone": 2, "neck": 4, "head": 4}
-    comp = Compressor("topk", names=["neck", "head"], **SPARSE)
-    train_in_phases(comp, [frozen], "of some")
-    assert comp.state_dict()["steps"] == {"neck": 2, "head": 2}
-    comp = Compressor("topk", names=["neck", "head"], **SPARSE)
+    of_all, of_some, of_too_few = (
+        Compressor("topk", names=names, **SPARSE) for names in (list(EQUAL), ["neck", "head"], ["neck", "head"])
+    )
+    train_in_phases(driver, of_all, [frozen, Phase()])
+    assert of_all.state_dict()["steps"] == {"backbone": 2, "neck": 4, "head": 4}
+    train_in_phases(driver, of_some, [frozen])
+    assert of_some.state_dict()["steps"] == {"neck": 2, "head": 2}
     words = ["more gradients", "2 names"]
-    refused(ValueError, words, lambda: train_in_phases(comp, [frozen, Phase()], "of too few"))
+    driver.must_raise(ValueError, words, lambda: train_in_phases(driver, of_too_few, [frozen, Phase()]), same=False)
 
 
-def test_a_tape_of_tensors_knows_them_by_their_order() -> None:
-    """Every trace has other ones."""
-    comp, net = (make("topk", **SPARSE) for make in (Compressor, reference))
+def test_tensors_of_a_tape_are_identified_by_their_order(driver):
+    """Each trace has other tensors."""
+    comp, net = sparse_and_loopback(driver)
 
     @tf.function(autograph=False)
     def step(parameters, fed, batch):
@@ -142,27 +132,27 @@ def test_a_tape_of_tensors_knows_them_by_their_order() -> None:
         return [gradient * tf.reduce_mean(batch) for gradient in tape.gradient(loss, parameters)]
 
     for number in range(2):
-        inputs = everyone(number, EQUAL)
-        fed = list(constants(inputs[hvd.rank()]).values())
+        everyone = driver.everyone(number, EQUAL)
+        fed = [tf.constant(everyone[driver.rank][name]) for name in EQUAL]
         got = step([tf.zeros_like(one) for one in fed], fed, tf.ones(number + 1))
-        assert_reduced(dict(zip(EQUAL, got, strict=True)), net, inputs, number)
-    assert comp.state_dict()["steps"] == dict.fromkeys(("0", "1", "2"), 2)
+        assert_reduced(driver, dict(zip(EQUAL, got, strict=True)), net, everyone, number)
+    assert comp.state_dict()["steps"] == dict.fromkeys("012", 2)
 
 
-def test_a_variable_that_the_tape_is_given_twice_has_two_residuals() -> None:
-    """Horovod reduces its gradient twice, and returns what came last."""
-    comp, net = (make("topk", **SPARSE) for make in (Compressor, reference))
-    step = Phase(["neck", "head", "neck"], eager=True).step(comp, equal_variables())
+def test_variable_that_the_tape_is_given_twice_has_two_residuals(driver):
+    """Horovod reduces its gradient twice, and returns the second result."""
+    comp, net = sparse_and_loopback(driver)
+    phase = Phase(["neck", "head", "neck"], eager=True)
+    step = phase.step(comp, equal_variables())
     for number in range(2):
-        inputs = Phase(["neck", "head"]).trained(everyone(number, EQUAL))
-        got = step(constants(inputs[hvd.rank()]))
-        assert_reduced(got, net, inputs, number)
-    assert comp.state_dict()["steps"] == dict.fromkeys(("0", "1", "2"), 2)
+        everyone = phase.gradients(driver, number)
+        assert_reduced(driver, step(constants(everyone[driver.rank])), net, everyone, number)
+    assert comp.state_dict()["steps"] == dict.fromkeys("012", 2)
 
 
-def test_a_gradient_that_two_variables_share_is_of_both() -> None:
-    """The tape has one tensor for a sum's two arguments."""
-    comp, net = (make("topk", **SPARSE) for make in (Compressor, reference))
+def test_gradient_that_two_variables_share(driver):
+    """The tape has one tensor for both arguments of a sum. Each variable has a residual."""
+    comp, net = sparse_and_loopback(driver)
     variables, names = equal_variables(), ["neck", "head"]
 
     @tf.function
@@ -175,153 +165,138 @@ def test_a_gradient_that_two_variables_share_is_of_both() -> None:
     alone = Phase(names, ["neck"]).step(comp, variables)
     for number in range(4):
         trained = ["head"] if number % 2 else names
-        inputs = [dict.fromkeys(trained, given["head"]) for given in everyone(number, EQUAL)]
-        mine = tf.constant(inputs[hvd.rank()]["head"])
-        assert_reduced(alone({"head": mine}) if number % 2 else step(mine), net, inputs, number)
+        everyone = [dict.fromkeys(trained, one["head"]) for one in driver.everyone(number, EQUAL)]
+        mine = tf.constant(everyone[driver.rank]["head"])
+        assert_reduced(driver, alone({"head": mine}) if number % 2 else step(mine), net, everyone, number)
 
 
-def test_steps_written_out_in_one_function_share_residuals() -> None:
-    for method, settings in (("topk", SPARSE), ("none", {})):
-        comp, net = Compressor(method, **settings), reference(method, **settings)
-        one = Phase(eager=True).step(comp, equal_variables())
-        twice = tf.function(lambda first, second, one=one: (one(first), one(second)))
-        for call in range(2):
-            steps = [everyone(2 * call + i, EQUAL) for i in range(2)]
-            results = twice(*(constants(step[hvd.rank()]) for step in steps))
-            for step, got in zip(steps, results, strict=True):
-                assert_reduced(got, net, step, f"{method} call {call}")
-        assert comp.state_dict()["steps"] == dict.fromkeys(("0", "1", "2"), 4), comp.state_dict()["steps"]
+def test_several_steps_and_models_in_one_function(driver):
+    """The steps of a model share residuals. Each model has its own Compressor."""
+    comp, net = sparse_and_loopback(driver)
+    other, other_net = sparse_and_loopback(driver)
+    one, two = (Phase(eager=True).step(each, equal_variables()) for each in (comp, other))
+    together = tf.function(lambda first, second: (one(first), one(second), two(first)))
+    for call in range(2):
+        first, second = (driver.everyone(2 * call + i, EQUAL) for i in range(2))
+        results = together(constants(first[driver.rank]), constants(second[driver.rank]))
+        for got, its_net, everyone in zip(results, (net, net, other_net), (first, second, first), strict=True):
+            assert_reduced(driver, got, its_net, everyone, f"call {call}")
+    assert comp.state_dict()["steps"] == dict.fromkeys("012", 4) and comp.prefix != other.prefix
 
 
-def test_gradients_without_variables_are_refused_where_their_number_changes() -> None:
-    """hvd.allreduce in a graph is given no variable: then a gradient is known by its position."""
-    inputs = everyone(0, EQUAL)
-    mine = constants(inputs[hvd.rank()])
-    words = ["DistributedGradientTape", "tf.function", "naming"]
-    for others in (["neck", "head"], [*EQUAL, "head"]):
-        comp, net = (make("topk", **SPARSE) for make in (Compressor, reference))
+@pytest.mark.parametrize("others", [["neck", "head"], ["backbone", "neck", "head", "head"]])
+def test_another_number_of_gradients_without_variables_is_refused(driver, others):
+    """``hvd.allreduce`` in a graph does not know variables: gradients are identified by their order."""
+    comp, net = sparse_and_loopback(driver)
+    everyone = driver.everyone(0, EQUAL)
+    mine = constants(everyone[driver.rank])
 
-        def reducing(names: Sequence[str], comp=comp) -> Callable[[dict], list]:
-            return tf.function(lambda fed: [hvd.allreduce(fed[name], compression=comp) for name in names])
+    def reducing(names):
+        return tf.function(lambda fed: [hvd.allreduce(fed[name], compression=comp) for name in names])
 
-        for step in range(2):  # another graph of as many
-            got = reducing(list(EQUAL))(mine)
-            assert_reduced(dict(zip(EQUAL, got, strict=True)), net, inputs, step)
-        reduce = reducing(others)
-        refused(tf.errors.OpError, words, lambda reduce=reduce: reduce(mine))
+    for step in range(2):  # the second has another graph of as many
+        assert_reduced(driver, dict(zip(EQUAL, reducing(EQUAL)(mine), strict=True)), net, everyone, step)
+    words, reduce = ["DistributedGradientTape", "tf.function", "naming"], reducing(others)
+    driver.must_raise(tf.errors.OpError, words, lambda: reduce(mine), same=False)
 
 
-def test_a_step_that_fails_raises_at_its_end_after_a_phase_without_some_variables() -> None:
-    """It raised one step later, as the exchanges of these had ended less often."""
+def test_error_after_a_phase_with_fewer_variables_is_raised_in_its_step(driver):
+    """It was raised one step later, since the exchanges of the frozen variables had ended less often."""
     faulty = Faulty("topk", SPARSE)
     comp, variables = Compressor(faulty.plan, names=["a", "b", "c"]), equal_variables()
-    mine = constants(gradients(0, EQUAL))
-    trained = {name: mine[name] for name in ("neck", "head")}
-    Phase(frozen=["backbone"]).step(comp, variables)(trained)
+    mine = constants(driver.gradients(0, EQUAL))
+    Phase(frozen=["backbone"]).step(comp, variables)({name: mine[name] for name in ("neck", "head")})
     with faulty.failing((1,), 0):
-        refused(tf.errors.OpError, ["rank 1"], lambda: Phase().step(comp, variables)(mine))
+        run = lambda: Phase().step(comp, variables)(mine)  # noqa: E731
+        driver.must_raise(tf.errors.OpError, ["rank 1"], run, same=False)
 
 
-def test_retraces_and_other_functions_share_one_state() -> None:
-    """Of a Compressor whose tensors have no names but their positions."""
+def test_retraces_and_other_functions_share_one_state(driver):
+    """Of a Compressor whose tensors are named by their positions. Variables of another model are refused."""
     settings = {"density": 0.02, "warmup": {"steps": 2}}
-    comp, net = Compressor("topk", **settings), reference("topk", **settings)
-    model, traces = Model(comp), []
+    comp, net = Compressor("topk", **settings), driver.yardstick("topk", settings)
+    handle, traces = TensorFlowHandle(comp, SHAPES), []
 
-    def step(batch):  # a function of its own
+    @tf.function
+    def second(batch):
         traces.append(batch.shape)
         with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(w) for w in model.variables]) * tf.reduce_mean(batch)
-        return hvd.DistributedGradientTape(tape, compression=comp).gradient(loss, model.variables)
+            loss = tf.add_n([tf.reduce_sum(w) for w in handle.variables]) * tf.reduce_mean(batch)
+        return hvd.DistributedGradientTape(tape, compression=comp).gradient(loss, handle.variables)
 
-    second = tf.function(step)
     for number in range(5):
-        inputs = everyone(number)
+        everyone = driver.everyone(number, SHAPES)
         if number % 2:  # another function, and a new batch shape every time
             got = dict(zip(SHAPES, second(tf.fill([number, 3], 0.5 + number)), strict=True))
-            inputs = [{n: np.full(s, 0.5 + number, np.float32) for n, s in SHAPES.items()} for _ in range(hvd.size())]
+            everyone = [{n: np.full(s, 0.5 + number, "f") for n, s in SHAPES.items()}] * driver.world_size
         else:
-            got = model(inputs[hvd.rank()])
-        assert_reduced(got, net, inputs, number)
+            got = handle.reduce(everyone[driver.rank])
+        assert_reduced(driver, got, net, everyone, number)
     assert len(traces) == 2
-    assert sorted(comp.state_dict()["steps"]) == ["0", "1", "2", "3", "4"]
+    assert sorted(comp.state_dict()["steps"]) == list("01234")
     assert comp.residual("0").shape == SHAPES["a"] and comp.residual("0").any()
-    refused(ValueError, ["another model", "one Compressor for each"], lambda: Model(comp)(gradients(1)))
+    words, other = ["another model", "one Compressor for each"], TensorFlowHandle(comp, SHAPES)
+    driver.must_raise(ValueError, words, lambda: other.reduce(driver.gradients(1, SHAPES)), same=False)
 
 
 @pytest.mark.also("gloo")
-def test_eager_execution() -> None:
-    model, net = Model(compressor("scalecom", density=0.02)), reference("scalecom", density=0.02)
+def test_eager_execution(driver):
+    """The tape is outside of any ``tf.function``."""
+    handle, net = driver.make("scalecom", {"density": 0.02}, SHAPES), driver.yardstick("scalecom", {"density": 0.02})
     for step in range(2):
-        inputs = everyone(step)
-        # the tape is outside of any tf.function
-        assert_reduced(model(inputs[hvd.rank()], model.reduced), net, inputs, step)
+        everyone = driver.everyone(step, SHAPES)
+        assert_reduced(driver, handle.reduce(everyone[driver.rank], handle.reduced), net, everyone, step)
 
 
-def test_a_gradient_by_itself_needs_a_name() -> None:
-    """Reduced eagerly, each call was another tensor, and its residual was never used again."""
-    comp, net = compressor("topk", density=0.02), reference("topk", density=0.02)
+def test_eager_gradient_without_a_variable_needs_a_name(driver):
+    """Each call was another tensor, whose residual was never used again."""
+    comp, net = sparse_and_loopback(driver)
 
-    def reduce(step: int) -> tf.Tensor:
-        return hvd.allreduce(tf.constant(gradients(step)["a"]), compression=comp)
+    def reduce(step):
+        return hvd.allreduce(tf.constant(driver.gradients(step, SHAPES)["a"]), compression=comp)
 
-    refused(ValueError, ["DistributedGradientTape", "naming"], lambda: reduce(0))
+    driver.must_raise(ValueError, ["DistributedGradientTape", "naming"], lambda: reduce(0), same=False)
     for step in range(2):
+        everyone = [{"a": one["a"]} for one in driver.everyone(step, SHAPES)]
         with comp.naming("a"):
-            assert_reduced({"a": reduce(step)}, net, [{"a": one["a"]} for one in everyone(step)], step)
+            assert_reduced(driver, {"a": reduce(step)}, net, everyone, step)
 
 
 @pytest.mark.also("gloo")
-def test_steps_in_a_loop_inside_one_function() -> None:
-    settings = {"density": 0.02, "warmup": {"steps": 3}}
-    model, net = Model(compressor("scalecom", **settings)), reference("scalecom", **settings)
-    count = 12  # its iterations depend on nothing but the exchange, so they overlap where that lets them
+def test_steps_in_a_loop_inside_one_function(driver):
+    """Iterations depend on nothing but the exchange, so they could overlap."""
+    settings, count = {"density": 0.02, "warmup": {"steps": 3}}, 12
+    handle, net = driver.make("scalecom", settings, SHAPES), driver.yardstick("scalecom", settings)
 
     @tf.function
     def loop(fed):
         sums = [tf.zeros(shape) for shape in SHAPES.values()]
         for i in tf.range(count):
-            reduced = model.reduced([g[i] for g in fed])
+            reduced = handle.reduced([g[i] for g in fed])
             sums = [a + b for a, b in zip(sums, reduced, strict=True)]
         return sums
 
     for call in range(2):
-        steps = [everyone(call * count + i) for i in range(count)]
-        fed = [tf.constant(np.stack([step[hvd.rank()][name] for step in steps])) for name in SHAPES]
+        steps = [driver.everyone(call * count + i, SHAPES) for i in range(count)]
+        fed = [tf.constant(np.stack([step[driver.rank][name] for step in steps])) for name in SHAPES]
         got = {name: array.numpy() for name, array in zip(SHAPES, loop(fed), strict=True)}
-        want = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        for step in steps:
-            for name, reduced in net.allreduce_many(step)[0].items():
-                want[name] += reduced
-        assert_close(got, want, summed(hvd.size()), f"call {call}")
+        reduced = [net.allreduce_many(step)[driver.rank] for step in steps]
+        want = {name: sum(one[name] for one in reduced) for name in SHAPES}
+        assert_close(got, want, summed(driver.world_size), f"call {call}")
 
 
-def test_constant_gradients_are_exchanged_in_every_step() -> None:
-    """TensorFlow computes what depends on constants once, when it optimises a graph, if it may."""
+@pytest.mark.parametrize("method", ["topk", "none"])
+def test_constant_gradients_are_exchanged_in_every_step(driver, method):
+    """TensorFlow's optimiser computes what depends on constants once, where it may."""
     weights = [tf.Variable(tf.zeros((64, 64))), tf.Variable(tf.zeros((64, 65)))]
-    for method in ("topk", "none"):
-        comp = Compressor(method)
+    comp = Compressor(method)
 
-        @tf.function
-        def step(comp=comp):
-            with tf.GradientTape() as tape:
-                loss = 2 * tf.reduce_sum(weights[0]) + 3 * tf.reduce_sum(weights[1])
-            return hvd.DistributedGradientTape(tape, compression=comp).gradient(loss, weights)
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = 2 * tf.reduce_sum(weights[0]) + 3 * tf.reduce_sum(weights[1])
+        return hvd.DistributedGradientTape(tape, compression=comp).gradient(loss, weights)
 
-        for number in range(3):
-            step()
-            assert comp.state_dict()["steps"] == {"0": number + 1, "1": number + 1}, comp.state_dict()["steps"]
-
-
-def test_several_models_in_one_function() -> None:
-    """Each has a Compressor of its own."""
-    comps = [compressor("topk", density=0.1), compressor("topk", density=0.1)]
-    models = [Model(comp) for comp in comps]
-    both = tf.function(lambda fed: [model.reduced(fed) for model in models])
-    nets = [reference("topk", density=0.1) for _ in comps]
-    for step in range(2):
-        inputs = everyone(step)
-        results = both([tf.constant(inputs[hvd.rank()][name]) for name in SHAPES])
-        for net, reduced in zip(nets, results, strict=True):
-            assert_reduced(dict(zip(SHAPES, reduced, strict=True)), net, inputs, step)
-    assert len({comp.prefix for comp in comps}) == 2
+    for number in range(3):
+        step()
+        assert comp.state_dict()["steps"] == {"0": number + 1, "1": number + 1}
