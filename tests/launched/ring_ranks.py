@@ -13,28 +13,25 @@ from hvdcompress.parts import codecs
 
 COMM = MPI.COMM_WORLD
 RANK, WORLD = COMM.rank, COMM.size
+PROJECTION = Projection(np.eye(5, 24, dtype=np.float32), WORLD)
 
-BASIS = np.eye(5, 24, dtype=np.float32)
-
-for n in (0, 1, 240, 5003, 200_000):
+for n in (0, 1, 5003, 200_000):
     xs = np.random.default_rng(n).standard_normal((WORLD, n)).astype(np.float32)
     contexts = [Context(rank, WORLD, 0, TensorSpec("w", (n,))) for rank in range(WORLD)]
     kinds: list[list[SegmentCodec]] = [
         [Dense()] * WORLD,
         [Chosen(np.arange(0, n, 3))] * WORLD,
         [Recoded(codecs.codec("qsgd4"), context) for context in contexts],
-        [Recoded(codecs.codec("qsgd8"), context, Projection(BASIS, WORLD)) for context in contexts],
+        [Recoded(codecs.codec("qsgd8"), context, PROJECTION) for context in contexts],
     ]
     for each in kinds:
         want = simulate(list(xs), each)[RANK]
         got = ring_allreduce(xs[RANK], each[RANK], COMM)
-        np.testing.assert_array_equal(got.total, want.total)
-        assert (got.payload, got.sent) == (want.payload, want.sent)
+        assert (got.total.tobytes(), got.payload, got.sent) == (want.total.tobytes(), want.payload, want.sent)
 
 x = np.arange(8, dtype=np.float32)
-for wrong in (x.astype(np.float64), x.reshape(2, 4)):
-    with pytest.raises(ValueError, match="flat float32 arrays; rank 0"):
-        ring_allreduce(x if RANK else wrong, Dense(), COMM)
+with pytest.raises(ValueError, match="flat float32 arrays; rank 0"):
+    ring_allreduce(x if RANK else x.astype(np.float64), Dense(), COMM)
 with pytest.raises(ValueError, match=r"\(5, 20\), \(6, 24\)"):
     ring_allreduce(np.ones(5 + RANK, np.float32), Dense(), COMM)
 with pytest.raises(ValueError, match=r"\(8, 12\), \(8, 32\)"):

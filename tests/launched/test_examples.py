@@ -10,8 +10,6 @@ from tests import ROOT
 from tests.installed import needs
 from tests.launching import launch
 
-slow = pytest.mark.slow
-
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
@@ -19,19 +17,17 @@ slow = pytest.mark.slow
     [
         ("torchrun-2", "ddp_compressed"),
         ("mpi-2", "torch_compressed"),
-        pytest.param("mpi-2", "tensorflow_compressed", marks=slow),
-        pytest.param("torchrun-2", "ddp_plain", marks=slow),
-        pytest.param("horovodrun-2", "torch_plain", marks=slow),
-        pytest.param("horovodrun-2", "torch_compressed", marks=slow),
-        pytest.param("mpi-2", "tensorflow_plain", marks=slow),
-        pytest.param("mpi-2", "keras_compressed", marks=slow),
+        pytest.param("mpi-2", "tensorflow_compressed", marks=pytest.mark.slow),
+        pytest.param("torchrun-2", "ddp_plain", marks=pytest.mark.slow),
+        pytest.param("horovodrun-2", "torch_plain", marks=pytest.mark.slow),
+        pytest.param("horovodrun-2", "torch_compressed", marks=pytest.mark.slow),
+        pytest.param("mpi-2", "tensorflow_plain", marks=pytest.mark.slow),
+        pytest.param("mpi-2", "keras_compressed", marks=pytest.mark.slow),
     ],
 )
 def test_an_example_trains(kind_of_launch: str, example: str) -> None:
-    if example.startswith(("tensorflow", "keras")):
-        needs("tensorflow", "horovod")
-    else:
-        needs("torch", *(["horovod"] if example.startswith("torch") else []))
+    needs("tensorflow" if example.startswith(("tensorflow", "keras")) else "torch")
+    needs(*([] if example.startswith("ddp") else ["horovod"]))
     done = launch(kind_of_launch, ROOT / "examples" / f"{example}.py", seconds=150)
     assert done.returncode == 0, done.stdout[-2000:]
     accuracy = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])

@@ -10,13 +10,14 @@ import time
 
 import pytest
 
-from experiments.report import jsonl, results
+from experiments.report import results
 from experiments.training.run import RANK
 from tests import ROOT
 from tests.installed import needs, without_tensorflow
 
 needs("horovod", "torch", "sklearn", "psutil", "matplotlib")
 
+LAUNCHERS = {"-np", "torch.distributed.run"}  #: words of the commands that start ranks
 ONE_RUN = "tasks: [{task: digits, steps: STEPS, log_every: 2}]\nmethods: [{method: topk, density: 0.01}]\n"
 
 
@@ -44,12 +45,12 @@ def rank_pids(folder):
     """Return the process ids of the ranks that work on this test's folder."""
     import psutil
 
-    found = []
-    for process in psutil.process_iter(["cmdline", "cwd"]):
-        words = process.info["cmdline"] or []
-        if process.info["cwd"] == str(folder) and RANK in words and not {"-np", "torch.distributed.run"} & set(words):
-            found.append(process.pid)
-    return found
+    words_of = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline", "cwd"])}
+    return [
+        process.pid
+        for process, words in words_of.items()
+        if process.info["cwd"] == str(folder) and RANK in words and not LAUNCHERS & set(words)
+    ]
 
 
 def finish(run, seconds=240):
@@ -75,23 +76,6 @@ def test_ctrl_c_ends_every_rank_and_resume_finishes(config):
     assert run.returncode == 0 and "[1/1] digits topk:" in output, output
     found = results.load("records", config.parent / "out").iloc[0]
     assert 5 < found["score"] < 100 and found["computing_s"] < found["step_s"]
-    assert 40 < found["dense_bytes"] / found["sent_bytes"] < 100
-    assert (config.parent / "out" / "scores.svg").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_horovod_and_ddp_train_to_the_same_bits(config):
-    ends = {}
-    for driver in ("horovod", "ddp"):
-        run = start(config, "--driver", driver, "--out", driver)
-        output = finish(run)
-        assert run.returncode == 0 and "[2/2] digits topk:" in output and "| topk " in output, output
-        metrics = config.parent / driver / "metrics"
-        events = {name: jsonl.read(metrics / f"digits.{name}.0.jsonl") for name in ("none", "topk")}
-        assert [event["event"] for event in events["topk"]] == ["start", "step", "step", "finished"]
-        ends[driver] = {name: found[-1]["parameters_sha256"] for name, found in events.items()}
-    assert ends["horovod"] == ends["ddp"]
 
 
 @pytest.mark.slow
@@ -103,6 +87,6 @@ def test_a_killed_rank_fails_its_run_and_no_other(config):
     wait_for_step(config.parent / "out" / "metrics" / "long.fp16.0.jsonl")
     os.kill(rank_pids(config.parent)[0], signal.SIGKILL)
     output = finish(run)
-    assert run.returncode == 1, output
-    assert "[1/2] long fp16: rank" in output and "[2/2] digits fp16: " in output and "log.txt" in output
+    assert run.returncode == 1 and "log.txt" in output, output
+    assert "[1/2] long fp16: rank" in output and "[2/2] digits fp16: " in output
     assert not rank_pids(config.parent)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import typer.main
@@ -13,14 +11,13 @@ from typer.testing import CliRunner
 import hvdcompress
 from hvdcompress.cli import app as cli
 from hvdcompress.cli import catalogue, doctor, numbers
-from tests import ROOT
-from tests.installed import runs_without
+from tests.installed import needs, runs_without
 
 COMMANDS = list(typer.main.get_command(cli.app).commands)
 
 
-def invoke(*words, width=200):
-    return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": str(width)})
+def invoke(*words):
+    return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": "200"})
 
 
 def test_only_advise_needs_a_framework():
@@ -36,17 +33,20 @@ def test_only_advise_needs_a_framework():
     runs_without(("torch", "tensorflow", "horovod", "mpi4py", "pandas", "matplotlib", "experiments", "psutil"), code)
 
 
-def test_python_m_hvdcompress():
-    line = [sys.executable, "-m", "hvdcompress", "--version"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 0 and done.stdout.strip() == hvdcompress.__version__, done.stderr
+def test_advise_in_a_single_process_says_how_to_start_ranks():
+    needs("torch")
+    result = invoke("advise", "--model", "a:b", "--data", "a:c")
+    assert result.exit_code == 2 and "torchrun" in result.output and "horovodrun" in result.output
+
+
+def test_version():
+    assert invoke("--version").stdout.strip() == hvdcompress.__version__
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(command):
-    result = invoke(command, "--help", width=80)
-    assert result.exit_code == 0 and max(map(len, result.output.splitlines())) <= 80
-    assert "hvdcompress" in result.output.split("Examples:")[1]
+    result = invoke(command, "--help")
+    assert result.exit_code == 0 and "hvdcompress" in result.output.split("Examples:")[1]
 
 
 @pytest.mark.parametrize(
@@ -76,21 +76,22 @@ def test_errors_are_a_line_and_a_status(monkeypatch, error, status, words):
 
 
 def test_methods():
-    result = invoke("methods")
-    assert result.exit_code == 0
-    for word in ("scalecom", "gaussiank", "2104.11125", "density=0.01"):
-        assert word in result.output
-    one = invoke("methods", "topk")
-    assert "Departures from the papers" in one.output and "number, > 0 and ≤ 1" in one.output
-    wrong = invoke("methods", "topkk")
-    assert wrong.exit_code == 2 and "did you mean 'topk'?" in wrong.output
+    assert "scalecom" in invoke("methods").output
+    one = invoke("methods", "topk").output
+    assert "Departures from the papers" in one and "number, > 0 and ≤ 1" in one
     everything = json.loads(invoke("methods", "--json").stdout)
     assert [each["id"] for each in everything] == hvdcompress.available()
     assert everything[-1] == json.loads(invoke("methods", "topk", "--json").stdout)
 
 
+@pytest.mark.parametrize("command", ["methods", "configs"])
+def test_an_unknown_method_gets_a_suggestion(command):
+    wrong = invoke(command, "topkk")
+    assert wrong.exit_code == 2 and "did you mean 'topk'?" in wrong.output
+
+
 @pytest.mark.parametrize("id", hvdcompress.available())
-def test_a_config_is_read_back_as_the_defaults(id, tmp_path):
+def test_a_config_has_every_option_with_its_default(id, tmp_path):
     file = tmp_path / "new" / "plan.yaml"
     assert invoke("configs", id, "--copy", file).exit_code == 0
     plan, text = hvdcompress.load(file), file.read_text(encoding="utf-8")
@@ -100,50 +101,62 @@ def test_a_config_is_read_back_as_the_defaults(id, tmp_path):
         assert f"\n{option.name}: " in text and option.about and option.about[:30] in text.replace("\n# ", " ")
 
 
-def test_configs(tmp_path):
-    listed = invoke("configs").stdout.split()
-    assert listed == ["auto", *hvdcompress.available()]
+def test_configs_are_listed_and_copied(tmp_path):
+    assert invoke("configs").stdout.split() == ["auto", *hvdcompress.available()]
     file = tmp_path / "auto.yaml"
     assert invoke("configs", "auto", "--copy", file).exit_code == 0
-    assert hvdcompress.load(file) == hvdcompress.load({"method": "auto"})
     again = invoke("configs", "topk", "--copy", file)
-    assert again.exit_code == 2 and "auto.yaml" in again.output and "auto" in file.read_text()
-    assert invoke("configs", "--copy", file).exit_code == 2
-    assert "did you mean 'topk'?" in invoke("configs", "topkk").output
+    assert again.exit_code == 2 and "auto.yaml" in again.output
+    assert hvdcompress.load(file) == hvdcompress.load({"method": "auto"}), "it is left as it was"
 
 
 # -- doctor ------------------------------------------------------------------------------------------------
 
 
-def test_doctor_tells_absent_from_broken(monkeypatch, tmp_path):
-    (tmp_path / "cracked.py").write_text("raise ImportError('libmpi.so is missing')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    checks = {
-        "absent": doctor.Check("no_such_package", "pip install it"),
-        "cracked": doctor.Check("cracked", "pip install it"),
-        "slow": doctor.Check("numpy", "", "import time; time.sleep(60)"),
-        "numpy": doctor.Check("numpy", "", launch="env X=1"),
-        "launcher": doctor.Check("numpy", "", launch="no_such_launcher -np 2"),
-    }
-    found = {name: check.run(1.0 if name == "slow" else 60.0) for name, check in checks.items()}
-    assert found["absent"] == doctor.Finding("absent", "no_such_package: not installed", "pip install it")
-    assert found["cracked"].state == "broken" and found["cracked"].found == "ImportError: libmpi.so is missing"
-    assert found["slow"] == doctor.Finding("broken", "no result within 1 s", "install it again: ")
-    assert found["numpy"].state == "works" and found["numpy"].found[0].isdigit()
-    assert found["launcher"].state == "absent"
-    for kept, status in ((["absent", "numpy"], 0), (["cracked", "numpy"], 1)):
-        monkeypatch.setattr(doctor, "CHECKS", [checks[name] for name in kept])
-        result, data = invoke("doctor"), invoke("doctor", "--json")
-        assert result.exit_code == data.exit_code == status
-        assert "– no_such_package" in result.output or "✗ cracked" in result.output
-        assert [each["state"] for each in json.loads(data.stdout)] == [found[name].state for name in kept]
+NO_PACKAGE = doctor.Check("no_such_package", "pip install it")
+BROKEN = doctor.Check("numpy", "pip install it", "raise ImportError('libmpi.so is missing')")
+
+
+@pytest.mark.parametrize(
+    ("check", "state", "found"),
+    [
+        (NO_PACKAGE, "absent", "no_such_package: not installed"),
+        (BROKEN, "broken", "ImportError: libmpi.so is missing"),
+        (doctor.Check("numpy", "", "import time; time.sleep(60)"), "broken", "no result within 3 s"),
+        (doctor.Check("numpy", "", launch="env X=1"), "works", ""),
+        (doctor.Check("numpy", "", launch="no_such_launcher -np 2"), "absent", ""),
+    ],
+)
+def test_doctor_tells_absent_from_broken(check, state, found):
+    finding = check.run(3.0)
+    assert finding.state == state and found in finding.found
+
+
+@pytest.mark.parametrize(("check", "status", "line"), [(NO_PACKAGE, 0, "– no_such_package"), (BROKEN, 1, "✗ numpy")])
+def test_doctor_prints_and_fails_if_something_is_broken(monkeypatch, check, status, line):
+    monkeypatch.setattr(doctor, "CHECKS", [check])
+    result, data = invoke("doctor"), invoke("doctor", "--json")
+    assert result.exit_code == data.exit_code == status and line in result.output
+    assert [each["state"] for each in json.loads(data.stdout)] == ["broken" if status else "absent"]
 
 
 # -- numbers -----------------------------------------------------------------------------------------------
 
 
-def test_numbers_have_units():
-    assert [numbers.number(value) for value in (1234.5, 0.01234, 0.0)] == ["1230", "0.0123", "0.00"]
-    assert [numbers.duration(value) for value in (8.5e-4, 0.0123, 0.9996)] == ["850 µs", "12.3 ms", "1.00 s"]
-    assert [numbers.size(value) for value in (999, 5120, 1.234e9, 5e12)] == ["999 B", "5.12 kB", "1.23 GB", "5000 GB"]
+@pytest.mark.parametrize(
+    ("form", "values", "texts"),
+    [
+        (numbers.number, (1234.5, 0.01234, 0.0), ["1230", "0.0123", "0.00"]),
+        (numbers.duration, (8.5e-4, 0.0123, 0.9996), ["850 µs", "12.3 ms", "1.00 s"]),
+        (numbers.bits_of, ("100mbit", "1gbit", "2.5gbit", "64kbit"), [10**8, 10**9, 2_500_000_000, 64_000]),
+        (numbers.size, (999, 5120, 1.234e9, 5e12), ["999 B", "5.12 kB", "1.23 GB", "5000 GB"]),
+    ],
+)
+def test_numbers_have_units(form, values, texts):
+    assert [form(value) for value in values] == texts
+
+
+@pytest.mark.parametrize("text", ["fast", "10", "1bit", "1 mb", "0mbit", "1gbit/1mbit"])
+def test_wrong_rates(text):
+    with pytest.raises(ValueError, match="is not a rate"):
+        numbers.bits_of(text)

@@ -1,4 +1,4 @@
-"""Which rank a process is, by what launchers tell theirs."""
+"""The rank of a process, by the environment variables of launchers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hvdcompress.cli.started import Started, is_first, started
 
 SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-#: what launchers give their ranks
-OF_RANKS: dict[str, tuple[dict[str, str], Started]] = {
+#: environment variables by launcher, and which rank that is
+LAUNCHERS: dict[str, tuple[dict[str, str], Started | None]] = {
     "mpirun": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, Started("Horovod", 0, 1)),
     "mpirun in a job of Slurm": (
         {**SLURM, "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
@@ -23,32 +23,19 @@ OF_RANKS: dict[str, tuple[dict[str, str], Started]] = {
     "MPICH": ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Started("Horovod", 3, 4)),
     "srun": (SLURM, Started("Horovod", 0, 2)),
     "srun --mpi=pmix": ({**SLURM, "SLURM_PROCID": "1", "PMIX_RANK": "1"}, Started("Horovod", 1, 2)),
-}
-#: what looks like a rank, and is none
-ALONE: dict[str, dict[str, str]] = {
-    "a shell": {},
-    "a batch script of Slurm": {"SLURM_PROCID": "0"},
-    "srun --pty bash": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-    "a RANK that no launcher set": {"RANK": "7", "WORLD_SIZE": "8"},
+    # no launcher has started these
+    "a shell": ({}, None),
+    "a batch script of Slurm": ({"SLURM_PROCID": "0"}, None),
+    "srun --pty bash": ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    "a RANK that no launcher set": ({"RANK": "7", "WORLD_SIZE": "8"}, None),
 }
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (name for given, _ in OF_RANKS.values() for name in given):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize("launcher", OF_RANKS)
-def test_a_rank_knows_its_place(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, place = OF_RANKS[launcher]
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert started() == place and is_first() == (place.rank == 0)
-
-
-@pytest.mark.parametrize("where", ALONE)
-def test_what_no_launcher_started_is_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ALONE[where].items():
-        monkeypatch.setenv(name, value)
-    assert started() is None and is_first()
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_rank_of_a_process(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (name for given, _ in LAUNCHERS.values() for name in given):
+        monkeypatch.delenv(variable, raising=False)
+    given, rank = LAUNCHERS[launcher]
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    assert started() == rank and is_first() == (rank is None or rank.rank == 0)

@@ -1,26 +1,39 @@
-"""Benchmarks: shapes, configuration, turns, records from given turns, and a group whose rank is killed."""
+"""``experiments bench`` and ``codec``: configurations, order of turns, records, a killed rank, steps in lockstep."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import re
 import signal
-from pathlib import Path
 
-import pandas as pd
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from experiments import nets
-from experiments.bench import report, run
-from experiments.bench.config import BASELINES, Bench
+from experiments.__main__ import app
+from experiments.bench import codec, report, run
+from experiments.bench.config import Bench
+from experiments.bench.devices import Cpu, Tensors
+from experiments.bench.lockstep import Lockstep, warm_steps
 from experiments.bench.ranks import Group, RankError
+from hvdcompress import available, load
 from hvdcompress.cli.numbers import HEADERS
-from hvdcompress.plan import PlanError
+from hvdcompress.loopback import Loopback
+from hvdcompress.method import TensorSpec
+from hvdcompress.plan import BY_NAME, PlanError
+from hvdcompress.testing import numbers
 from tests import ROOT
 from tests.installed import needs
 
 SMALL = {"sets": [{"net": "resnet32", "label": "tiny", "only": ["layer1.0.*"]}], "methods": ["topk"]}
+#: but saved.yaml, whose gradients have to be saved first, and files for other commands
+CONFIGS = [
+    file
+    for file in sorted((ROOT / "configs" / "bench").glob("*.yaml"))
+    if "sets:" in file.read_text() and file.stem != "saved"
+]
 
 
 @pytest.mark.parametrize(
@@ -36,29 +49,32 @@ SMALL = {"sets": [{"net": "resnet32", "label": "tiny", "only": ["layer1.0.*"]}],
 def test_nets_have_the_published_sizes(net, tensors, elements):
     found = nets.get(net)
     assert (len(found), nets.total(found)) == (tensors, elements)
-    with pytest.raises(ValueError, match="no net 'resnet5'.*did you mean 'resnet50'"):
-        nets.get("resnet5")
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "bench").glob("*.yaml")), ids=lambda file: file.stem)
-def test_the_packaged_benchmarks(file):
-    if "sets:" not in file.read_text():
-        pytest.skip("methods for another command")
-    if missing := [path for path in re.findall(r"gradients: ([^,]+)", file.read_text()) if not Path(path).exists()]:
-        with pytest.raises(PlanError, match=f"{missing[0]} does not exist"):
-            Bench.open(file)
-        return
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        ({"gradients": "nowhere.safetensors"}, "nowhere.safetensors does not exist"),
+        ({"net": "resnet5"}, "no net 'resnet5'.*did you mean 'resnet50'"),
+    ],
+)
+def test_unknown_gradients_are_named(gradients, message):
+    with pytest.raises(PlanError, match=message):
+        Bench.open({**SMALL, "sets": [{"label": "tiny", **gradients}]})
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_the_packaged_configurations(file):
     bench = Bench.open(file)
     again = Bench.open(bench.model_dump(exclude_none=True))
     assert bench.name == file.stem and list(map(str, again.turns())) == list(map(str, bench.turns()))
-    assert set(bench.baselines) <= set(BASELINES)
 
 
-def test_turns_interleave():
+def test_each_round_begins_with_another_contender():
+    contenders = {"none ring", "none ddp", "topk"}
     bench = Bench.open({**SMALL, "rounds": 3, "rates": ["1gbit"], "baselines": ["none ring", "none ddp"]})
     order = [turn.contender.label for turn in bench.turns()]
-    assert [sorted(order[at : at + 3]) for at in (0, 3, 6)] == [["none ddp", "none ring", "topk"]] * 3
-    assert {order[0], order[3], order[6]} == {"none ddp", "none ring", "topk"}, "each round begins with another"
+    assert {order[0], order[3], order[6]} == set(order[:3]) == contenders
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -89,16 +105,12 @@ TURNS = [
     turn("fp16 ring", 1, 5.0),
     turn("topk", 0, 1.0, 1.2, 0.8),
     turn("topk", 1, 1.0, 2.0),
-    {**turn("qsgd", 0), "exchanges": [], "failed": "rank 1: it is tired"},
+    turn("qsgd", 0, failed="rank 1: it is tired"),
 ]
 
 
-@pytest.fixture
-def records():
-    return report.summarize(TURNS).set_index("contender")
-
-
-def test_speed_up_is_against_the_best_dense_all_reduce(records):
+def test_speed_up_is_against_the_fastest_dense_all_reduce():
+    records = report.summarize(TURNS).set_index("contender")
     assert records.loc["none ddp", ["seconds", "least", "most", "exchanges"]].tolist() == [9.0, 8.0, 10.0, 2]
     up = records[["speed_up", "speed_up_least", "speed_up_most"]]
     assert up.loc["none ddp"].tolist() == [1, 1, 1], "fp16 is faster, but not dense"
@@ -108,7 +120,8 @@ def test_speed_up_is_against_the_best_dense_all_reduce(records):
     assert "qsgd" not in records.index, "a failed turn has no figures"
 
 
-def test_parts_add_up_to_the_median(records):
+def test_parts_add_up_to_the_median():
+    records = report.summarize(TURNS).set_index("contender")
     row = records.loc["topk"]  # 6.0 s in 5 exchanges; the median is 1.0 s
     assert row["encode"] == pytest.approx(0.1 * 5 / 6) and row["decode"] == pytest.approx(0.05 * 5 / 6)
     wire = 8 * (1 + HEADERS) * 4e6 / 1e8
@@ -117,33 +130,17 @@ def test_parts_add_up_to_the_median(records):
     assert records.loc["none ddp", list(report.PARTS)].isna().all(), "DDP's time cannot be split"
 
 
-def test_resuming_continues_where_a_run_was_killed(tmp_path, monkeypatch, capsys):
+def test_resuming_continues_where_a_run_was_killed(tmp_path, monkeypatch):
     bench = Bench.open({**SMALL, "rates": ["loopback"], "rounds": 2, "baselines": ["none ring", "none ddp"]})
-    whole = [{**t.key, **turn(t.contender.label, t.round, 1.0), **t.key} for t in bench.turns()]
-    folder = tmp_path / "out"
-    run.prepare(folder, bench, resume=False)
-    (folder / run.TURNS).write_text("\n".join(map(json.dumps, whole[:4])) + '\n{"rate": "cut o')
-    taken = []
-
-    def take(turn, *_):
-        taken.append(turn.key)
-        return {key: value for key, value in whole[0].items() if key not in turn.key}
-
-    monkeypatch.setattr(run, "_take", take)
-    run.prepare(folder, bench, resume=True)
-    assert run.run(bench, folder) == 0
-    assert taken == [t.key for t in bench.turns()[4:]]
-    written = json.loads((folder / "bench-bench.json").read_text())
-    assert [row["exchanges"] for row in written["records"]] == [
-        2,
-        2,
-        2,
-    ] and "tiny at loopback" in capsys.readouterr().out
+    turns = [{**turn(t.contender.label, t.round, 1.0), **t.key} for t in bench.turns()]
+    run.prepare(tmp_path / "out", bench, resume=False)
+    (tmp_path / "out" / run.TURNS).write_text("\n".join(map(json.dumps, turns[:4])) + '\n{"rate": "cut o')
+    remaining = iter(turns[4:])
+    monkeypatch.setattr(run, "_take", lambda turn, *_: {k: v for k, v in next(remaining).items() if k not in turn.key})
+    run.prepare(tmp_path / "out", bench, resume=True)
+    assert run.run(bench, tmp_path / "out") == 0 and not list(remaining)
     with pytest.raises(ValueError, match="measured with another rounds"):
-        run.prepare(folder, bench.override(rounds=1), resume=True)
-
-
-# -- ranks -----------------------------------------------------------------------------------------
+        run.prepare(tmp_path / "out", bench.override(rounds=1), resume=True)
 
 
 @pytest.mark.timeout(120)
@@ -154,8 +151,7 @@ def test_a_killed_rank_is_named(tmp_path):
     try:
         group.start()
         group.ask("prepare", set=given, contender={"how": "dense", "warm_up": 1})
-        first, second = group.ask("measure")
-        assert first["end"] > first["start"] and second["end"] > second["start"]
+        assert all(measured["end"] > measured["start"] for measured in group.ask("measure"))
         os.kill(group.pids[1], signal.SIGKILL)
         with pytest.raises(RankError, match="rank 1 ended without a message"):
             group.ask("check")
@@ -163,7 +159,49 @@ def test_a_killed_rank_is_named(tmp_path):
         group.stop()
 
 
-def test_the_picture_has_a_bar_for_each(tmp_path):
-    drawn = report.speed_ups(report.summarize(TURNS))
-    assert len(drawn.axes[0].patches) == 4
-    assert isinstance(report.summarize([]), pd.DataFrame)
+# -- codec -----------------------------------------------------------------------------------------
+
+SPECS = [TensorSpec(name, shape) for name, shape in nets.get("resnet32").items()][:12]
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("tensors", marks=needs_torch)])
+@pytest.mark.parametrize("id", available())
+def test_a_step_in_lockstep_equals_a_drivers(id, device):
+    short = {"dense_steps": 2, "matrix_rank": 1} if id == "gradiveq" else {}
+    plan = load({**codec.plans([id])[id], "min_elements": 100, **short})
+    at = Cpu() if device == "cpu" else Tensors("cpu")
+    ranks, net = Lockstep(plan, SPECS, 3, at), Loopback(plan, world_size=3)
+    exact = device == "cpu" or plan.program.main.exact
+    for step in range(3):
+        given = [{spec.name: numbers(spec.shape, rank, step) for spec in SPECS} for rank in range(3)]
+        gradients = [[at.array(each.ravel().copy()) for each in one.values()] for one in given]
+        ranks.step(gradients)
+        expected = net.allreduce_many(given)
+        for spec, out in zip(SPECS, gradients[1], strict=True):
+            dense = plan.buckets([spec])[0].program.main.id == "none"  # left to Horovod: nobody reduces it here
+            wanted = (given if dense else expected)[1][spec.name].ravel()
+            tolerance = {"rtol": 0 if exact else 1e-3, "atol": 0 if exact else 1e-6}
+            np.testing.assert_allclose(at.fetch(out), wanted, **tolerance, err_msg=spec.name)
+
+
+def test_every_method_is_timed_in_its_compressed_phase():
+    """DGC and PowerSGD send vectors dense, and GradiVeQ sends most tensors dense in its first steps."""
+    spec = TensorSpec("w", (5000, 5000))
+    for label, settings in codec.plans().items():
+        plan = load(settings)
+        codec.check(plan, [spec])
+        [bucket] = plan.buckets([spec], BY_NAME)
+        method = bucket.program.at(warm_steps(plan))
+        assert method.id == label and method.phase_of(warm_steps(plan)) == len(method.phases) - 1
+    with pytest.raises(ValueError, match="sends these tensors dense"):
+        codec.check(load({"method": "topk"}), [TensorSpec("w", (10,))])
+
+
+@pytest.mark.timeout(120)
+def test_the_command_writes_records(tmp_path):
+    words = ["codec", "-m", "topk", "-m", "fp16", "--set", "5000", "--runs", "1", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "250"})
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "codec.json").read_text())["records"]
+    assert [row["method"] for row in rows] == ["topk", "fp16"]

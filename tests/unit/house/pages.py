@@ -1,4 +1,4 @@
-"""What a documentation page is checked for: links, examples, public names."""
+"""Checks of documentation pages: links, examples, public names. Sources are parsed, so no framework is needed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 from tests import ROOT
 
-PACKAGE = ROOT / "hvdcompress"
-FRAGMENT = "<!-- a fragment:"
+FRAGMENT = "<!-- a fragment:"  #: begins the line before a code block that is not complete
 
 
 def pages() -> list[Path]:
-    """Every page of the documentation."""
+    """Return every page of the documentation."""
     docs = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "templates" not in page.parts]
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *docs]
 
@@ -24,70 +23,63 @@ def pages() -> list[Path]:
 # -- links -----------------------------------------------------------------------------------------
 
 
+def without_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+
+
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    """Return the anchors of a page's headings, as GitHub makes them."""
     found = set()
-    for heading in re.findall(r"^#+ (.*)$", text, re.M):
+    for heading in re.findall(r"^#+ (.*)$", without_code(page), re.M):
         words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).replace("`", "").strip().lower()
         found.add(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
     return found
 
 
 def dead_links(page: Path) -> Iterator[str]:
-    """Links to files and headings that are not there."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", target):
-            continue
+    """Iterate over links to files and headings that do not exist."""
+    for target in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", without_code(page)):
         name, _, anchor = target.partition("#")
         file = page.parent / name if name else page
-        if not file.exists():
-            yield f"{page.name}: {target} is not there"
-        elif anchor and file.suffix == ".md" and anchor not in anchors(file.resolve()):
-            yield f"{page.name}: {target}: no such heading"
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file.resolve())):
+            yield f"{page.name}: {target}"
 
 
-# -- examples ------------------------------------------------------------------------------------------
+# -- examples --------------------------------------------------------------------------------------
 
 
 def blocks(text: str, language: str) -> list[tuple[str, bool]]:
-    """Code in a language, each with whether the line before it says that it is a fragment."""
-    found = []
-    for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.S | re.M):
-        before = text[: match.start()].rstrip().rpartition("\n")[2]
-        found.append((match[1], before.startswith(FRAGMENT)))
-    return found
+    """Return the code blocks in a language, each with whether it is marked as a fragment."""
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
+    before = [(match[1], text[: match.start()].rstrip().rpartition("\n")[2]) for match in found]
+    return [(code, line.startswith(FRAGMENT)) for code, line in before]
 
 
 def wrong_names(code: str) -> Iterator[str]:
-    """Imports from hvdcompress of what it has not: read from the sources, so no framework is needed."""
+    """Iterate over imports from hvdcompress of names that do not exist."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hvdcompress":
-            file = source_of(str(node.module))
-            if file is None:
-                yield f"no module {node.module}"
-                continue
             for alias in node.names:
-                if alias.name not in defined(file) and source_of(f"{node.module}.{alias.name}") is None:
+                in_module = alias.name in defined(source_of(str(node.module)))
+                if not in_module and source_of(f"{node.module}.{alias.name}") is None:
                     yield f"{node.module} has no {alias.name}"
 
 
-# -- public names ----------------------------------------------------------------------------------------
+# -- public names ----------------------------------------------------------------------------------
 
 
 def source_of(module: str) -> Path | None:
-    """The file of a module of the package."""
+    """Return the file of a module of the package."""
     path = ROOT.joinpath(*module.split("."))
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.exists()), None)
 
 
 @cache
-def defined(file: Path) -> dict[str, ast.stmt]:
-    """Names at the top of a file, with the statement that makes each."""
+def defined(file: Path | None) -> dict[str, ast.stmt]:
+    """Return the names at the top of a file, with the statement that makes each."""
     found: dict[str, ast.stmt] = {}
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body if file else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.ImportFrom | ast.Import):
@@ -99,20 +91,21 @@ def defined(file: Path) -> dict[str, ast.stmt]:
 
 
 def public(module: str) -> list[str]:
-    """A module's public names: ``__all__``, or else the classes and functions that it defines."""
-    file = source_of(module)
-    assert file, module
-    listed: Any = defined(file).get("__all__")
+    """Return a module's public names: ``__all__``, or else the classes and functions that it defines."""
+    names = defined(source_of(module))
+    listed: Any = names.get("__all__")
     if listed is not None:
         return [name for name in ast.literal_eval(listed.value) if not name.startswith("__")]
-    made = (ast.FunctionDef, ast.ClassDef)
-    return [name for name, node in defined(file).items() if isinstance(node, made) and not name.startswith("_")]
+    return [
+        name
+        for name, node in names.items()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not name.startswith("_")
+    ]
 
 
 def definition(module: str, name: str) -> ast.stmt | None:
-    """The statement that makes a name, through imports within the package."""
-    file = source_of(module)
-    node = defined(file).get(name) if file else None
+    """Return the statement that makes a name, through imports within the package."""
+    node = defined(source_of(module)).get(name)
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvdcompress"):
         original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
         return definition(str(node.module), original)
@@ -120,7 +113,7 @@ def definition(module: str, name: str) -> ast.stmt | None:
 
 
 def undocumented(modules: Iterable[str], reference: str) -> Iterator[str]:
-    """Public names without a docstring, and those that the reference lacks."""
+    """Iterate over public names without a docstring, and those that the reference lacks."""
     for module in modules:
         whole = re.search(rf"automodule:: {re.escape(module)}\n   :members:", reference)
         for name in public(module):

@@ -1,4 +1,4 @@
-"""Residuals next to a framework's checkpoint: stale files go, a missing folder is warned of, links are followed."""
+"""Residuals in a folder next to a framework's checkpoint: saved, loaded, replaced, removed; links are followed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import hvdcompress  # noqa: E402
 from hvdcompress import ddp  # noqa: E402
 from hvdcompress.integrations import rank_files  # noqa: E402
 
@@ -26,12 +27,12 @@ def compressor() -> Iterator[ddp.Compressor]:
     torch.distributed.destroy_process_group()
 
 
-def test_files_of_another_number_of_ranks_go(compressor: ddp.Compressor, tmp_path: Path) -> None:
+def test_residuals_are_saved_loaded_and_removed(compressor: ddp.Compressor, tmp_path: Path) -> None:
+    """Files of another number of ranks are replaced; the user's own files stay until the folder is removed."""
     folder = tmp_path / "a" / rank_files.NAME
     folder.mkdir(parents=True)
-    (folder / "rank-1-of-2.safetensors").touch()
-    (folder / "step-3-rank-1-of-2.safetensors").touch()
-    (folder / "notes.txt").touch()
+    for name in ("rank-1-of-2.safetensors", "step-3-rank-1-of-2.safetensors", "notes.txt"):
+        (folder / name).touch()
     rank_files.save(compressor, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "step-1-rank-0-of-1.safetensors"]
     kept = compressor.residual("weight")
@@ -41,45 +42,33 @@ def test_files_of_another_number_of_ranks_go(compressor: ddp.Compressor, tmp_pat
         rank_files.load(compressor, folder)
     assert kept.abs().max() > 0 and torch.equal(compressor.residual("weight"), kept)
     rank_files.remove(folder)
-    rank_files.remove(folder)
+    rank_files.remove(folder)  # it may be gone already
     assert not folder.exists()
-
-
-def test_a_checkpoint_without_residuals_is_warned_of(compressor: ddp.Compressor, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="residuals start at zero"):
-        rank_files.load(compressor, tmp_path / "none")
+        rank_files.load(compressor, folder)
 
 
 @pytest.mark.slow
-def test_lightnings_names_and_folders(tmp_path: Path) -> None:
+def test_lightning_strategies_and_folders(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch.strategies import StrategyRegistry
 
-    import hvdcompress
     from hvdcompress.integrations.lightning import CompressedDDP, folder_of
 
     for id in hvdcompress.available():
         strategy = StrategyRegistry.get(f"hvdcompress_{id}")
         assert isinstance(strategy, CompressedDDP) and strategy.method == id
     assert CompressedDDP("topk", find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
-    (tmp_path / "acc=0.97.ckpt").touch()
-    (tmp_path / "last.ckpt").symlink_to("acc=0.97.ckpt")
-    assert folder_of(tmp_path / "last.ckpt") == tmp_path / "acc=0.97.hvdcompress"
     with pytest.raises(ValueError, match="local paths only"):
         folder_of("s3://bucket/last.ckpt")
 
-
-@pytest.mark.slow
-def test_lightning_removes_residuals_with_their_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    from hvdcompress.integrations.lightning import CompressedDDP, folder_of
-
-    strategy = CompressedDDP()
-    checkpoint, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
+    checkpoint, link = tmp_path / "acc=0.97.ckpt", tmp_path / "last.ckpt"
     checkpoint.touch()
-    link.symlink_to("a.ckpt")
-    folder_of(checkpoint).mkdir()
+    link.symlink_to(checkpoint.name)
+    folder = folder_of(link)
+    assert folder == folder_of(checkpoint) == tmp_path / "acc=0.97.hvdcompress"
+    folder.mkdir()
     strategy.remove_checkpoint(link)
-    assert checkpoint.exists() and folder_of(checkpoint).is_dir() and not link.is_symlink()
+    assert checkpoint.exists() and folder.is_dir() and not link.is_symlink()
     strategy.remove_checkpoint(checkpoint)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()), "residuals are removed with their checkpoint"
