@@ -59,6 +59,16 @@ def test_unused_parameters_keep_their_residuals(driver, settings):
     compressor.close()
 
 
+def test_nan_on_one_rank_undoes_the_step_if_ddp_looks_for_unused_parameters(driver):
+    model = DistributedDataParallel(Net(SHAPES), find_unused_parameters=True)
+    compressor = ddp.attach(model, "topk", density=0.05)
+    gradients = driver.gradients(0, SHAPES)
+    gradients["a"][0, 0] = np.nan if driver.rank == 1 else 0.0
+    assert all(np.isnan(array).all() for array in backward(model, gradients).values())
+    assert compressor.ledger.steps == 0 and not compressor.residual("a").any()
+    compressor.close()
+
+
 def test_several_dtypes_and_frozen_parameters(driver):
     net = Net(SHAPES)
     net.a.data, net.c.data = net.a.data.half(), net.c.data.double()

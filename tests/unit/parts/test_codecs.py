@@ -51,7 +51,7 @@ def test_codes_in_the_header_differ() -> None:
     assert len({codec(name).code for name in names}) == len(names) == 12
 
 
-@pytest.mark.parametrize("made,scales,bits", CODECS, ids=str)
+@pytest.mark.parametrize("made,scales,bits", CODECS)
 def test_number_of_bytes(made: Any, scales: int, bits: int) -> None:
     assert made.num_bytes(1009) == scales + ceil(1009 * bits / 8)
     for n in (0, 1, 1009):

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hvdcompress
 from hvdcompress.engine.pieces import slots_of
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.method import Sparse, TensorSpec
 from hvdcompress.ops.vectors import Outer
 from hvdcompress.plan import IN_ORDER, plan_of
+from hvdcompress.testing import Trial, numbers
 from tests.unit.engine.helpers import trained
 
 
@@ -55,6 +57,18 @@ def test_tensors_of_one_bucket_must_be_at_one_step() -> None:
     saved["steps"]["b"] = 7
     with pytest.raises(ValueError, match="at different steps"):
         local.load_state_dict(saved, local.buckets())
+
+
+def test_a_trigger_before_saving_restarts_the_phases_after_loading() -> None:
+    """The state is saved after the step in which the ranks agreed on the trigger; it takes effect in the next one."""
+    net, other = (Trial(hvdcompress.get("acpsgd"), 2) for _ in range(2))
+    for step in range(9):
+        if step == 8:
+            net.trigger()
+        net.allreduce([numbers((50, 80), rank, step) for rank in range(2)], "w")
+    other.restore(net.saved(), [TensorSpec("w", (50, 80))])
+    found, want = (one.allreduce([numbers((50, 80), rank, 9) for rank in range(2)], "w")[0] for one in (other, net))
+    np.testing.assert_array_equal(found, want)
 
 
 def test_saved_momentum_in_several_forms_becomes_dense() -> None:
