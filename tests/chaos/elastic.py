@@ -1,7 +1,6 @@
 """Run by every rank that an elastic launcher starts, at first and to replace a lost rank: ``python elastic.py OUT``.
 
-``DRIVER`` in the environment: "torch" (with another training that takes local steps) or "tensorflow" under Horovod's
-launcher, "ddp" under torchrun. A rank with
+``DRIVER`` in the environment: "torch" or "tensorflow" under Horovod's launcher, "ddp" under torchrun. A rank with
 ``LOST`` in its environment, or on host 127.0.0.1, is killed in step LOST. Under Horovod, OUT/hosts gets another host
 when the others have gone on for TIMEOUT seconds. Three ranks that have started from a saved state end after MORE steps.
 
@@ -43,26 +42,6 @@ class Killer(Observer):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class LocalTraining:
-    """A training with local steps that exchanges, and saves its state, when the other one is saved."""
-
-    def __init__(self) -> None:
-        from hvdcompress.local_steps import LocalSteps
-
-        self.torch = framework.torch
-        self.model = self.torch.nn.Linear(48, 64)
-        self.sgd = self.torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        settings = {"method": "topk", "density": 0.05, "end_after": TIMEOUT}
-        self.steps = LocalSteps(self.model, self.sgd, every=SAVE_EVERY, checkpoint=out / "local", **settings)
-
-    def step(self, seed: int) -> None:
-        self.torch.manual_seed(seed)
-        self.sgd.zero_grad()
-        self.model(self.torch.randn(8, 48)).square().mean().backward()
-        self.sgd.step()
-        self.steps.step()
-
-
 def train(rank: int, world_size: int, state: Any = None) -> None:
     """Train from the last saved state until a rank is lost or has come, or to the end."""
     framework._numbers = itertools.count()  # which a new rank's gradients are named after, under Horovod for PyTorch
@@ -75,7 +54,6 @@ def train(rank: int, world_size: int, state: Any = None) -> None:
         first = handle.state()["steps"]["w"]
         saved = np.load(out / f"model-{first}.npz")
         parameters = {name: saved[f"parameters.{name}"] for name in SHAPES}
-    local = LocalTraining() if framework_name == "torch" else None
     began = time.monotonic()
     last = first + MORE if first and world_size == 3 else sys.maxsize
     for step in range(first, last):
@@ -87,8 +65,6 @@ def train(rank: int, world_size: int, state: Any = None) -> None:
         for name, reduced in handle.reduce(gradients).items():
             parameters[name] -= 0.1 * reduced
             pending[name] += gradients[name] - reduced
-        if local:
-            local.step(1000 * step + rank)
         if (step + 1) % SAVE_EVERY == 0:
             write_arrays(out / "kept" / f"{first}-{step + 1}-{rank}.npz", pending=pending)
             if rank == 0:
@@ -99,10 +75,8 @@ def train(rank: int, world_size: int, state: Any = None) -> None:
             if state:
                 state.commit()
     residual = {name: handle.residual(name) for name in SHAPES}
-    tables = {"pending": pending, "residual": residual, "parameters": parameters}
-    if local:
-        tables["local"] = local.model.state_dict()
-    write_arrays(out / "kept" / f"{first}-end-{rank}.npz", **tables)
+    file = out / "kept" / f"{first}-end-{rank}.npz"
+    write_arrays(file, pending=pending, residual=residual, parameters=parameters)
 
 
 faulthandler.dump_traceback_later(200, exit=True)

@@ -1,7 +1,7 @@
 """Run by every rank on emulated hosts: take steps until a link is cut. ``python cut_off.py FOLDER``
 
-Rank 0 writes the number of its steps to FOLDER/steps. Each rank writes its errors to FOLDER/errors-RANK, because
-mpirun's own connections are cut, too.
+FOLDER/three-steps is written after three steps. Each rank writes its errors to FOLDER/errors-RANK, because mpirun's own
+connections are cut, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,5 @@ os.dup2(os.open(out / f"errors-{driver.rank}", os.O_WRONLY | os.O_CREAT), 2)
 handle = driver.make("scalecom", {"density": 0.05, "warn_after": 0, "end_after": 12}, driver.shapes)
 for step in itertools.count():
     handle.reduce(driver.gradients(step, driver.shapes))
-    if driver.rank == 0:
-        (out / "steps.new").write_text(str(step))
-        (out / "steps.new").rename(out / "steps")
+    if step == 3:
+        (out / "three-steps").touch()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-from pathlib import Path
-
-import psutil
 import pytest
 
 from experiments.report import results
-from tests.hosts.commands import namespaces, start_experiments, wait_until
+from tests.hosts.commands import namespaces, start_experiments
 from tests.installed import needs
 
 CONFIG = """
@@ -31,15 +27,11 @@ ALL = CONFIG.replace("methods:", f"methods:\n  - {GRADIVEQ}").replace(
 )
 
 
-def start_bench(folder: Path, config: str = CONFIG):
-    needs("horovod", "torch", "psutil")
-    (folder / "tiny.yaml").write_text(config)
-    return start_experiments(folder, "bench", "tiny.yaml", "--out", "out")
-
-
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_benchmark_on_hosts(tmp_path, config):
-    run = start_bench(tmp_path, config)
+    needs("horovod", "torch", "psutil")
+    (tmp_path / "tiny.yaml").write_text(config)
+    run = start_experiments(tmp_path, "bench", "tiny.yaml", "--out", "out")
     output, _ = run.communicate(timeout=280)
     assert run.returncode == 0, output
     assert not namespaces(f"hvdc-p{run.pid}x")
@@ -54,18 +46,3 @@ def test_a_benchmark_on_hosts(tmp_path, config):
         expected = {"none": payload, "fp16": payload / 2}.get(name.split()[0])
         assert row["sent"] == expected if expected else row["sent"] < 0.2 * payload
     assert (tmp_path / "out" / "bench-tiny.svg").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_nothing(tmp_path):
-    run = start_bench(tmp_path)
-    turns = tmp_path / "out" / "turns.jsonl"
-    assert wait_until(lambda: turns.exists() and turns.read_text() or run.poll() is not None, 150)
-    assert run.poll() is None and len(namespaces(f"hvdc-p{run.pid}x")) == 3
-    run.send_signal(signal.SIGINT)
-    output, _ = run.communicate(timeout=60)
-    assert run.returncode == 128 + signal.SIGINT, output
-    assert "--resume goes on" in output and "Traceback" not in output
-    assert not namespaces(f"hvdc-p{run.pid}x")
-    left = [process.info for process in psutil.process_iter(["cmdline", "cwd"])]
-    assert not [info for info in left if str(tmp_path) in f"{info['cmdline']} {info['cwd']}"]

@@ -17,7 +17,6 @@ import pytest
 
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
-from experiments.cost_model import links
 from experiments.report import results
 from hvdcompress.cli.numbers import HEADERS
 from tests import ROOT
@@ -173,13 +172,6 @@ def test_interfaces_send_the_ledgers_bytes(bytes_sent, method):
         assert most < 1.25 * least, "bounds this wide would show nothing"
 
 
-def test_exchanges_take_as_long_as_their_bytes_on_the_link(bytes_sent):
-    for dense, _, scalecom, _ in bytes_sent:
-        assert dense["seconds"] >= 0.99 * 8 * dense["interface"] / 100e6
-        assert dense["seconds"] < 4 * 8 * dense["interface"] / 100e6, "far slower than the link"
-        assert scalecom["seconds"] < dense["seconds"] / 2
-
-
 @pytest.mark.parametrize("driver", ["mpi", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_two_levels_save_what_the_interface_sends(unpinned, tmp_path, driver):
     cases = [["topk", {"density": 0.01, "nodes": nodes}] for nodes in (0, "auto")]
@@ -191,12 +183,9 @@ def test_two_levels_save_what_the_interface_sends(unpinned, tmp_path, driver):
 
 
 @pytest.mark.slow
-def test_a_slow_link_is_waited_for_and_a_cut_one_ends_every_rank(tmp_path):
+def test_a_cut_link_ends_every_rank(tmp_path):
     needs("mpi4py")
     errors = [tmp_path / f"errors-{rank}" for rank in range(3)]
-
-    def num_steps():
-        return int((tmp_path / "steps").read_text()) if (tmp_path / "steps").exists() else 0
 
     def have_warned():
         return all(file.exists() and "has waited" in file.read_text() for file in errors)
@@ -205,11 +194,7 @@ def test_a_slow_link_is_waited_for_and_a_cut_one_ends_every_rank(tmp_path):
         words = ("mpirun", "-H", network.slots, sys.executable, HERE / "cut_off.py", tmp_path)
         with start_on(network, "host0", *words) as mpirun:
             try:
-                assert wait_until(lambda: num_steps() >= 3)
-                slower = "qdisc replace dev eth0 root handle 1: tbf rate 200kbit burst 3100 limit 48100"
-                subprocess.run(network.command("host2", "tc", *slower.split()), check=True)
-                before = num_steps()
-                assert wait_until(lambda: num_steps() >= before + 5) and not have_warned()
+                assert wait_until((tmp_path / "three-steps").exists)
                 cut = time.monotonic()
                 subprocess.run(["ip", "-n", f"hvdc-{network.id}-switch", "link", "set", "host2", "down"], check=True)
                 assert wait_until(have_warned), [file.read_text() for file in errors]
@@ -237,14 +222,3 @@ def test_a_run_on_hosts(tmp_path, config, driver):
     (record,) = results.load("records", tmp_path / "out").to_dict("records")
     assert record["link"] == str(Hosts(2, "100mbit"))
     assert record["step_s"] > 0.7 * 8 * record["wire_bytes"] / 100e6  # half of the bytes may be in flight
-
-
-@pytest.mark.slow
-def test_collectives_take_as_long_as_a_link_needs():
-    found = links.measure("100mbit")
-    assert {record["label"].split()[1] for record in found} == set(links.COLLECTIVES)
-    longest = max(found, key=lambda record: record["line"])
-    bare = 8 * longest["line"] / 1e8
-    # At full speed 1.05 of it; other programs on the machine may take their share
-    assert bare < longest["seconds"] < 4 * bare
-    assert longest["world_size"] == 2

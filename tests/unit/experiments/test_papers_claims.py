@@ -133,45 +133,6 @@ def test_contraction_by_hand():
     assert settings.measures.contraction(np.zeros(8), reduced, 0.25) is None
 
 
-def test_the_traffic_of_scalecom_is_flat():
-    methods = {"exact": settings.scalecom("exact", 1.0, density=0.01), "topk": {"method": "topk", "density": 0.01}}
-    frame = pd.DataFrame(
-        {"method": name, "seed": 0, **row}
-        for name, method in methods.items()
-        for row in settings.measures.traffic(method, [2, 4, 8], 0, 4000)
-    )
-    assert scalecom.flat(frame).outcome.kind is Kind.HOLDS
-    frame.loc[frame["method"] == "exact", "wire"] *= 2
-    assert scalecom.flat(frame).outcome.kind is Kind.FAILS
-
-
-def test_scalecom_at_large_batches_and_a_diverged_training():
-    values = {(1, "none"): 80.0, (1, "β 1"): 70.0, (1, "β 0.1"): 75.0, (4, "none"): math.nan, (4, "β 1"): math.nan,
-              (4, "β 0.1"): 79.5}  # fmt: skip
-    frame = pd.DataFrame(
-        {"workers": 16, "factor": factor, "method": method, "seed": seed, "value": value}
-        for (factor, method), value in values.items()
-        for seed in (0, 1)
-    )
-    verdict = scalecom.large_batch(frame)
-    assert verdict.outcome.kind is Kind.HOLDS and "β 1 diverged in 2 of 2 seeds" in verdict.number
-    frame.loc[(frame["method"] == "β 0.1") & (frame["factor"] == 4) & (frame["seed"] == 1), "value"] = 78.9
-    assert scalecom.large_batch(frame).outcome.because == "16 workers: β 0.1 above β 1 at x4"
-
-
-def test_losses_are_in_the_tasks_own_unit_and_small_ratios_are_not_judged():
-    task, text = "FNN-3, Fashion-MNIST", settings.TEXT
-    methods = {("none", ""): 0.0, ("exact, β 1", "48x"): 0.04, ("exact, β 1", "over 100x"): 0.6,
-               ("chunk, β 0.1", "48x"): 0.4, ("chunk, β 0.1", "over 100x"): 0.6}  # fmt: skip
-    frame = pd.DataFrame(
-        {"task": name, "at": at, "method": method, "seed": 0, "ratio": 45.0, "value": 80 + sign * loss}
-        for name, sign in ((task, -1), (text, 1))
-        for (method, at), loss in methods.items()
-    )
-    met = [f"{task} at 48x, exact, β 1", f"{task} at 48x, chunk, β 0.1", f"{text} at 48x, exact, β 1"]
-    assert scalecom.no_loss(frame).outcome.because == "; ".join(met)
-
-
 # -- GradiVeQ ---------------------------------------------------------------------------------------
 
 
@@ -233,58 +194,6 @@ def test_slices_must_be_correlated_in_every_seed():
     rows.loc[0, "error"] = 0.4
     outcome = gradiveq.correlated(rows).outcome
     assert (outcome.met, outcome.of) == (3, 4) and outcome.because.startswith("in order hwio, slices of 64: everywhere")
-
-
-def test_a_basis_is_compared_with_the_oracle_of_its_order():
-    errors = {"default": 0.55, "paper": 0.9, "oracle oihw": 0.5, "oracle hwio": 0.5}
-    common = {"kind": "errors", "start": 5, "tensor": "w", "ages": [0, 8]}
-    rows = pd.DataFrame(
-        {**common, "net": net, "seed": seed, "entry": entry, "errors": [error, error]}
-        for net in ("a", "b")
-        for seed in SEEDS
-        for entry, error in errors.items()
-    )
-    verdict = gradiveq.carries(pd.concat([spectra(), rows], ignore_index=True))
-    assert verdict.outcome.because == "a, dense from step 5 on, default; b, dense from step 5 on, default"
-    assert "1.10 (1.10 to 1.10) for a with default settings" in verdict.number
-
-
-def test_gradiveq_names_the_highest_ratio_that_loses_nothing():
-    found = {
-        "none": (90, 1), "default": (89.5, 3), "paper": (88, 3), "16x": (89.2, 6), "8x": (89.9, 5.5), "y": (85, 9),
-    }  # fmt: skip
-    rows = pd.DataFrame(
-        {"net": net, "method": method, "seed": seed, "value": value - (method == "16x") * worse, "wire": wire}
-        for net, worse in (("a", 0), ("b", 4))
-        for method, (value, wire) in found.items()
-        for seed in SEEDS
-    )
-    rows.loc[(rows["net"] == "b") & (rows["method"] == "8x"), "value"] = np.nan  # diverged
-    verdict = gradiveq.training(rows)
-    assert verdict.outcome.because == "a, default; b, default" and "a with “16x”, 6.00x" in verdict.number
-    assert verdict.number.endswith("none for b.")
-
-
-def test_a_cycle_counts_dense_steps_and_the_fit():
-    names = ["dense", *(name for mixes in gradiveq.MIXES.values() for name in mixes)]
-    rings = pd.DataFrame(
-        {"net": net, "link": "x", "seed": seed, "ring": name, "seconds": 1.0 if name == "dense" else 0.1, "fit": 10.0}
-        for net in gradiveq.RINGS
-        for seed in SEEDS
-        for name in names
-    ).assign(sent=100)
-    speed = gradiveq.cycles(rings).groupby("scheme")["speed-up"].mean()
-    assert speed["8x"] == pytest.approx(500 / (100 + 10 + 40)) and speed["compressed steps alone"] == pytest.approx(10)
-    assert gradiveq.aggregation(rings).outcome.met == 4
-    watched = pd.DataFrame(
-        {"net": "a", "seed": s, "tensor": "w", "entry": name, "wire": ratio, "errors": [0.2 if "," in name else 0.3]}
-        for ratio, mixes in gradiveq.MIXES.items()
-        for name in mixes
-        for s in SEEDS
-    )
-    rings.loc[rings["ring"] == "gradiveq 4x, qsgd8", "seconds"] = 0.05
-    outcome = gradiveq.together(watched, rings).outcome
-    assert outcome.because == "16x, ResNet-32, x; 16x, VGG layer, x"
 
 
 # -- FFT --------------------------------------------------------------------------------------------
@@ -377,14 +286,3 @@ def test_errors_of_natural_and_rotated_formats():
     assert exact["natural"] == 0 and 0.07 < normal["natural"] < 0.125, "powers of two are its numbers"
     assert heavy["rotated"] < 0.4 * heavy["int4"]
     assert 0 < normal["int4"] < (4 / 7) ** 2 / 12 * 1.5  # steps of s/7 have errors of (s/7)²/12
-
-
-@pytest.mark.parametrize("growth,kind", [(0.0, Kind.HOLDS), (1.0, Kind.FAILS)])
-def test_traffic_that_grows_is_not_constant(growth, kind):
-    rows = pd.DataFrame(
-        {"method": id, "ranks": ranks, "seed": 0, "given": ranks**growth, "transmitted": ranks / 4, "error": 0.5}
-        for id in peers.COUNTED
-        for ranks in peers.WORLDS
-    )
-    assert peers.constant(rows).outcome.kind is kind
-    assert peers.six_k(rows).outcome.because == "2 ranks; 4 ranks; 8 ranks; 16 ranks"

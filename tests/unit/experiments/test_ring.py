@@ -54,15 +54,6 @@ def test_sums_of_all_values_and_of_chosen_values(world_size: int, n: int) -> Non
     assert_equal_on_all_ranks(chosen, [4 * len(range(-start % 3, stop - start, 3)) for start, stop in spans])
 
 
-@pytest.mark.parametrize("grain", [1, 3, 64])
-@worlds
-def test_segments_cover_the_vector_in_whole_grains(world_size: int, n: int, grain: int) -> None:
-    bounds = algorithm.segments(n, world_size, grain)
-    assert len(bounds) == world_size and bounds[0][0] == 0 and bounds[-1][1] == n
-    assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
-    assert all(start % grain == 0 or start == n for start, _ in bounds)
-
-
 def test_compression_of_a_segment_overlaps_with_the_transfer_of_another_one() -> None:
     """Algorithm 1 of GradiVeQ's paper."""
     receive = Mock(return_value=np.ones(2, np.float32).view(np.uint8))
