@@ -58,6 +58,29 @@ class Driver:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
+def test_inf_on_one_rank_undoes_the_step_and_a_trigger_waits(ordered: bool) -> None:
+    settings = {"dense_steps": 2, "compressed_steps": 4, "tensors": "all"}
+
+    def program(transport: ThreadTransport) -> Any:
+        driver, triggers = Driver(transport, "gradiveq", **settings), []
+        for step in range(4):
+            given = gradients(SHAPES, step, WORLD)[transport.rank]
+            if step == 2:
+                driver.local.trigger_requested = transport.rank == 1
+                given["c"].flat[5] = np.inf if transport.rank == 2 else 0.0
+            before = driver.local.state_dict()["steps"]
+            outs = driver.reduce(given)
+            if step == 2:
+                assert all(np.isnan(out).all() for out in outs.values())
+                assert driver.local.state_dict()["steps"] == before
+            triggers.append(driver.local.states["a"].triggers)
+        return triggers
+
+    found, _ = run(WORLD, ordered, program)
+    assert found == [[0, 0, 0, 1]] * WORLD
+
+
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("method", ["none", "topk", "scalecom", "gtopk", "qsgd", "powersgd"])
 def test_any_transport_gives_the_results_and_bytes_of_the_loopback(method: str, ordered: bool) -> None:
     net = Loopback(method, WORLD, min_elements=100)
