@@ -51,6 +51,7 @@ run() {
     say "== pytest ${chosen[*]}"
     python -m pytest -m "$marks" "${@:2}" "${options[@]}" "${chosen[@]}" 2>&1 | tee "$log" || status=$?
     summaries+=$(tail -n 1 "$log")$'\n'
+    ((status <= 1 || status == 5)) || summaries+="1 error"$'\n'  # in pytest itself: it does not count that
     [[ $status == 5 ]] || found=yes
     [[ $status == 0 || $status == 5 || $failed != 0 ]] || failed=$status
     [[ $status != 2 ]] || exit 2  # interrupted

@@ -273,15 +273,9 @@ _folder = tempfile.TemporaryDirectory(prefix="hvdcompress-fuzz-")
 
 @functools.cache
 def decoders() -> dict[str, Decoder]:
-    """All of them, by name."""
-    return {**readers(), **{decoder.name: decoder for decoder in _methods()}}
-
-
-@functools.cache
-def readers() -> dict[str, Decoder]:
-    """Those of headers and files, by name: the ones in which nothing compiled runs."""
+    """Return all decoders, by name."""
     folder = Path(_folder.name)
     for name in ("state", "files"):
         (folder / name).mkdir()
-    each = (*_headers(), *_checkpoints(folder / "state"), *_files(folder / "files"))
+    each = (*_headers(), *_checkpoints(folder / "state"), *_files(folder / "files"), *_methods())
     return {decoder.name: decoder for decoder in each}

@@ -1,9 +1,7 @@
 """Fuzz every decoder: ``python -m tests.fuzz.fuzz --mutations 1000000 --seed 0 [--only NAME] [--keep]``.
 
-Decoders take turns. A mutation with a new outcome becomes an input of further ones. With ``--keep`` those that also
-reach lines of the package that no input of their decoder reached are written to the corpus, which the tests replay: an
-outcome is a message, and some readers quote what they were given in theirs. A fault is printed, and its bytes are
-written to the corpus: exit status 1.
+Decoders take turns. A mutation with a new outcome becomes an input of further ones; with ``--keep`` it is also written
+to the corpus, which the tests replay. A fault is printed, and its bytes are written to the corpus: exit status 1.
 
 ``coverage run -m tests.fuzz.fuzz --mutations 0`` runs the corpus only; ``coverage report`` then shows the lines that it
 reaches (``pip install coverage``; code that numba has compiled counts as one call).
@@ -19,38 +17,14 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-import hvdcompress
 from experiments.report import jsonl
 from tests.fuzz import corpus
 from tests.fuzz.decoders import Decoder, decoders
 from tests.fuzz.mutate import mutation
 
-PACKAGE = str(Path(hvdcompress.__file__).parent)
 MEMORY = 64 << 20  #: bytes that the process may grow by, whatever it is given
 MOST = 400  #: inputs of a decoder
-
-
-def lines_of(decoder: Decoder, data: bytes) -> set[tuple[str, int]]:
-    """The lines of the package that an input reaches, by file; what is compiled is one call."""
-    found: set[tuple[str, int]] = set()
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            found.add((frame.f_code.co_filename, frame.f_lineno))
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        decoder.outcome(data)
-    finally:
-        sys.settrace(before)
-    return found
 
 
 class Run:
@@ -60,8 +34,6 @@ class Run:
         self.decoder, self.seed, self.count = decoder, seed, 0
         self.inputs = [*decoder.valid, *corpus.kept(decoder.name)]
         self.outcomes = {decoder.outcome(data) for data in self.inputs}
-        self.reached: set[tuple[str, int]] | None = None  # lines, once they are asked for
-        self.first = list(self.inputs)
 
     def next(self) -> bytes | None:
         """Try the next mutation; returns it if its outcome is new.
@@ -78,15 +50,6 @@ class Run:
         if len(self.inputs) < MOST:
             self.inputs.append(self.data)
         return self.data
-
-    def reaches_more(self, data: bytes) -> bool:
-        """Whether an input reaches lines that none before it did; from now on, they are reached."""
-        if self.reached is None:
-            self.reached = set().union(*(lines_of(self.decoder, one) for one in self.first))
-        lines = lines_of(self.decoder, data)
-        more = not lines <= self.reached
-        self.reached |= lines
-        return more
 
 
 def memory() -> int:
@@ -118,7 +81,7 @@ def main() -> int:
             done += 1
             if found is not None:
                 new += 1
-                if asked.keep and run.reaches_more(found):
+                if asked.keep:
                     corpus.keep(run.decoder.name, [found])
     grown = memory() - before
     faults += grown > MEMORY

@@ -39,11 +39,10 @@ def program(tmp_path):
 
 def alive(program):
     """Return the processes that run a program: launchers and ranks."""
-    name = os.path.basename(program[0])
     return [
         process
         for process in psutil.process_iter(["cmdline", "status"])
-        if name in " ".join(process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE
+        if program[0] in " ".join(process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
 
 

@@ -122,8 +122,8 @@ def _refusal(item: Any, driver: str, kind: str) -> list[str] | None:
 
 
 def _launch_of(item: pytest.Item) -> Launch | None:
-    """Return the driver and the launch of a test that runs in other processes."""
-    parameters = getattr(item, "callspec", None)
+    """Return the driver and the launch of a test of this folder that runs in other processes."""
+    parameters = getattr(item, "callspec", None) if item.path.is_relative_to(HERE) else None
     found = parameters.params.get("driver") if parameters else None
     is_here = ON_A_RANK or not found or found[0] == "loopback" or item.get_closest_marker("skip")
     return None if is_here else found

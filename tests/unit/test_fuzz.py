@@ -1,7 +1,7 @@
 """Every decoder accepts any bytes, or refuses them with an error of its own.
 
-The corpus has what ``fuzz.py`` and ``guided.py`` kept: inputs with different outcomes, and inputs that once showed a
-fault.
+The corpus has the inputs that fuzzers kept: they have different outcomes, reach different lines of the package, or once
+showed a fault.
 """
 
 from __future__ import annotations

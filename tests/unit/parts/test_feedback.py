@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import pytest
 import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
+
+METHODS = hvdcompress.available()
 
 
 def clipped(gradient: np.ndarray, norm: float) -> np.ndarray:
@@ -20,7 +23,7 @@ def clipped(gradient: np.ndarray, norm: float) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "id,feedback",
-    [*((id, "plain") for id in hvdcompress.available()), ("topk", "lowpass"), ("topk", "momentum")],
+    [*((id, "plain") for id in METHODS), ("topk", "lowpass"), ("topk", "momentum")],
 )
 def test_clipping_equals_clipped_gradients(id: str, feedback: str) -> None:
     """Each rank's gradient of each tensor is clipped to local_clip_norm/√p; smaller ones stay as they are."""
@@ -71,18 +74,14 @@ def test_step_with_an_inf_is_undone_under_clipping() -> None:
     np.testing.assert_array_equal(net.residual("w", 0), before)
 
 
-@pytest.mark.parametrize("id", hvdcompress.available())
-def test_clipping_without_feedback_is_refused(id: str) -> None:
-    with pytest.raises(ValueError, match="local_clip_norm needs feedback"):
-        hvdcompress.get(id, local_clip_norm=1.0, feedback="none")
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), True])
-def test_wrong_clip_norm_is_named(bad: float) -> None:
-    with pytest.raises(ValueError, match="local_clip_norm"):
-        hvdcompress.get("topk", local_clip_norm=bad)
-
-
-def test_feedback_momentum_needs_a_sparse_method() -> None:
-    with pytest.raises(ValueError, match="needs a sparse method"):
-        hvdcompress.get("powersgd", feedback="momentum")
+@pytest.mark.parametrize(
+    "id,settings,words",
+    [
+        *((id, {"local_clip_norm": 1.0, "feedback": "none"}, "local_clip_norm needs feedback") for id in METHODS),
+        *(("topk", {"local_clip_norm": wrong}, "local_clip_norm") for wrong in (0.0, -1.0, float("inf"), True)),
+        ("powersgd", {"feedback": "momentum"}, "needs a sparse method"),
+    ],
+)
+def test_wrong_settings_are_refused(id: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        hvdcompress.get(id, **settings)
