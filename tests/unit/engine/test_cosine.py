@@ -22,26 +22,6 @@ def make(method: str = "topk", world_size: int = 2, **settings: Any) -> Loopback
     return Loopback(method, world_size, **{"density": 0.05, "cosine_every": 1, **settings})
 
 
-def cosine(a: list[np.ndarray], b: list[np.ndarray]) -> float:
-    first, second = (np.concatenate([each.ravel() for each in one]).astype(np.float64) for one in (a, b))
-    return float(first @ second / np.sqrt((first @ first) * (second @ second)))
-
-
-@pytest.mark.parametrize("settings", [{}, {"bucket_elements": 10_000}, {"loss_scale": 1024.0}], ids=str)
-def test_it_compares_all_tensors_and_names_the_worst(settings: dict[str, Any]) -> None:
-    net = make(**settings)
-    for step in range(3):
-        everyone = gradients(SHAPES, step)
-        result = net.allreduce_many(everyone)[0]
-        mean = {name: (everyone[0][name] + everyone[1][name]) / 2 for name in SHAPES}
-        by_name = {name: cosine([result[name]], [mean[name]]) for name in ("a", "b", "c")}
-        found = net.ledger.last_compared(1)
-        assert found is not None and found.step == step + 1
-        assert found.cosine == pytest.approx(cosine([*result.values()], [*mean.values()]), abs=1e-6)
-        assert found.name == min(by_name, key=lambda name: by_name[name])
-        assert found.least == pytest.approx(by_name[found.name], abs=1e-6)
-
-
 @pytest.mark.parametrize("op,dtype", [("average", "float16"), ("sum", "float32"), ("average", "float64")])
 def test_uncompressed_gradients_have_a_cosine_of_one(op: Any, dtype: str) -> None:
     net = Loopback("none", 3, cosine_every=1)

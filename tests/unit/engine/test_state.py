@@ -144,6 +144,7 @@ def test_uncompressed_float32_tensors_pass_through(plan: dict[str, Any], dtype: 
 
 # -- steps that are discarded, and steps during a pause -----------------------------------------------------------
 
+
 @pytest.mark.parametrize(
     "method,settings",
     [

@@ -135,9 +135,7 @@ def test_lengths_are_exchanged_again_in_each_compressed_phase() -> None:
     assert [bool(count) for count in found] == [False, False, True, False, False, False, True, False]
 
 
-@pytest.mark.parametrize(
-    "how,num_ranks", [("loaded", 2), ("loaded", 1), ("regrouped", 2), ("regrouped", 1)]
-)
+@pytest.mark.parametrize("how,num_ranks", [("loaded", 2), ("loaded", 1), ("regrouped", 2), ("regrouped", 1)])
 def test_all_ranks_exchange_lengths_again_when_one_replaces_its_state(how: str, num_ranks: int) -> None:
     """Otherwise the other ranks would send payloads where this rank sends lengths."""
 
@@ -248,6 +246,3 @@ def test_a_factor_that_was_not_set_is_an_error() -> None:
     step.add(bucket, [0, 1], [np.ones(4, np.float32), np.ones(6, np.float32)])
     with pytest.raises(RuntimeError, match=r"step.factor"):
         step.finish()
-
-
-# -- order --------------------------------------------------------------------------------------------------------

@@ -227,6 +227,7 @@ def test_check_method_passes_an_unregistered_method() -> None:
 
 def test_check_method_passes_a_method_with_state_and_no_feedback() -> None:
     """Without feedback, state of the method's own does not change the scale of gradients and results."""
+
     def exchange(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
         total = yield AllReduce(x)
         return Reduced(total=total, state={"last": total + 0})
@@ -242,6 +243,7 @@ def test_check_method_passes_a_method_with_state_and_no_feedback() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_check_method_gives_methods_arrays_of_the_ops_library(backend: str) -> None:
     """As drivers do: a method may use operators on the gradient and the results of array ops together."""
+
     def exchange(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
         share = work.ops.scaled(x, 0.25)
         rest = x - share

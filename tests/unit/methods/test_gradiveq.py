@@ -147,14 +147,6 @@ def is_dense(net: Trial, shape: tuple[int, ...] = SHAPE, key: int = 0) -> bool:
     return bool(np.allclose(net.allreduce(given, "w", op="sum")[0], sum(given), atol=1e-5))
 
 
-def test_training_steps_are_dense() -> None:
-    net = Trial(hvdcompress.get("gradiveq", **PAPER), 2)
-    assert [is_dense(net, key=step) for step in range(21)] == 3 * (4 * [True] + 3 * [False])
-    method = net.plan.program.main
-    phases = [method.phases[method.phase_of(age)] for age in range(8)]
-    assert phases == 3 * ["train"] + ["fit"] + 3 * ["compress"] + ["train"]
-
-
 def test_settings_of_the_paper() -> None:
     method = hvdcompress.get("gradiveq", paper=True)
     assert (method.dense_steps, method.compressed_steps, method.lam) == (100, 400, 0.01)
@@ -231,14 +223,6 @@ def test_state_is_shared_and_kept_when_the_world_changes() -> None:
         **{f"samples{step}": (1, 24) for step in range(4)},
         "mean": (72,), "basis": (3, 24), "count": (1,), "rank": (1,), "since": (1,),
     }  # fmt: skip
-
-
-def test_state_does_not_grow_with_the_tensor() -> None:
-    """``max_samples`` slices, and the basis; without a mean, nothing else."""
-    for outputs in (64, 512, 2048):
-        slots = hvdcompress.get("gradiveq").state(TensorSpec("w", (outputs, 64, 3, 3)))
-        assert sum(np.prod(slot.shape) for name, slot in slots.items() if "samples" in name) == 1000 * 576
-        assert slots["basis"].shape == (72, 576) and "mean" not in slots
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------
@@ -381,17 +365,3 @@ def test_broadcast_with_a_wrong_number_of_components_is_refused(d: int) -> None:
     bad[:4] = np.frombuffer(d.to_bytes(4, "little"), np.uint8)
     with pytest.raises(WireError, match="tensor 'w'.*components"):
         fitting.send(bad)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [{"lam": 1.0}, {"lam": -0.1}, {"dense_steps": 1}, {"compressed_steps": 0}, {"slice_elements": -1},
-     {"matrix_rank": 0},
-     {"retrain_drop": 1.5}, {"retrain_error": 0}, {"tensors": "some"}, {"dense_values": "qsgd9"},
-     {"samples": "last"}, {"max_samples": 0}, {"order": "stored"}, {"mean": 3}, {"min_rate": 0.5}, {"paper": "yes"},
-     {"order": "oihw", "paper": True}, {"samples": "all", "paper": True}, {"mean": False, "paper": True},
-     {"min_rate": 8, "paper": True}],
-)  # fmt: skip
-def test_bad_settings_are_named(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        hvdcompress.get("gradiveq", **bad)

@@ -55,12 +55,25 @@ def test_every_file_in_methods_is_a_method_and_its_name_the_id() -> None:
         ("topk", {"id": "x"}, ["id"]),
         (["topk"], {}, ["unknown method"]),
         (None, {}, ["unknown method"]),
+        *(("powersgd", given, []) for given in ({"matrix_rank": 0}, {"matrix_rank": True}, {"values": "fp8"})),
+        *(("fft", given, []) for given in ({"block": 3}, {"block": -4}, {"density": 0}, {"recovery": 0.5})),
+        ("fft", {"tolerance": -1}, []),
+        *(
+            ("gradiveq", given, [])
+            for given in (
+                *({"lam": 1.0}, {"lam": -0.1}, {"dense_steps": 1}, {"compressed_steps": 0}, {"slice_elements": -1}),
+                *({"matrix_rank": 0}, {"retrain_drop": 1.5}, {"retrain_error": 0}, {"tensors": "some"}),
+                *({"dense_values": "qsgd9"}, {"samples": "last"}, {"max_samples": 0}, {"order": "stored"}),
+                *({"mean": 3}, {"min_rate": 0.5}, {"paper": "yes"}, {"order": "oihw", "paper": True}),
+                *({"mean": False, "paper": True}, {"min_rate": 8, "paper": True}),
+            )
+        ),
     ],
 )
-def test_errors_name_the_field(id: Any, given: dict[str, Any], words: list[str]) -> None:
+def test_errors_name_the_setting(id: Any, given: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         hvdcompress.get(id, **given)
-    for word in words:
+    for word in (*list(given)[:1], *words):
         assert word in str(caught.value)
 
 

@@ -177,6 +177,7 @@ CASES += [
 
 # -- arithmetic: dense, sparse and coded vectors --------------------------------------------------------------------
 
+
 def quantized(put: Any, r: np.ndarray, bits: int, bucket: int) -> Codes:
     norms, codes = reference.quantize_max(r, bucket, bits, KEY)
     return Codes(put(codes), put(norms), bucket, bits, 0, r.size)

@@ -21,7 +21,6 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops import torch as general
 from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.vectors import Sparse
-from hvdcompress.testing.trial import Trial
 from tests.unit.ops.calls import CALLS
 from tests.unit.ops.comparing import LAUNCHING, Put, device_of, get, host, own_ops
 from tests.unit.ops.inputs import key, vector
@@ -171,32 +170,6 @@ def test_every_program_notices_elements_that_are_not_finite(place: int, value: f
     assert not triton_ops.all_finite(x)
     for scan in (Scan(), Scan(chunk=7), Scan(above=2.0, capacity=5), Scan(moments=True), Scan(signs=True)):
         assert not triton_ops.accumulate(x, zeros, 1.0, out, scan).finite
-
-
-# -- whole exchanges --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="the gradients of a Trial are in host memory")
-@pytest.mark.parametrize(
-    "method,settings",
-    [
-        ("topk", {"density": 0.02}),
-        ("scalecom", {"density": 0.02, "values": "fp16"}),
-        ("gaussiank", {"density": 0.02, "values": "bf16"}),
-        ("qsgd", {"bits": 3}),
-        ("signsgd", {}),
-        ("blockwise", {"values": "int4", "rotation": True}),
-        ("natural", {}),
-        ("fp16", {"feedback": "plain"}),
-    ],
-)
-def test_methods_send_the_bytes_of_the_reference(method: str, settings: dict[str, Any]) -> None:
-    trials = [Trial(hvdcompress.get(method, **settings), 2, ops=ops) for ops in (reference, triton_ops)]
-    for step in range(2):
-        gradients = [vector("heavy", 1100, seed=2 * step + rank).clip(-9, 9) for rank in range(2)]
-        results = [trial.allreduce([g.copy() for g in gradients], name="w") for trial in trials]
-        assert [get(each) for each in results[0]] == [get(each) for each in results[1]]
-    assert trials[0].log == trials[1].log
 
 
 # -- the choice of a backend ------------------------------------------------------------------------------------

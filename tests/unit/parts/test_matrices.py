@@ -12,7 +12,7 @@ from hvdcompress.parts import matrices
 
 @pytest.mark.parametrize("shape", [(4, 2, 3, 3), (1, 1, 2, 2), (2, 7, 1, 3)])
 def test_order_is_the_same_in_both_frameworks(shape: tuple[int, ...]) -> None:
-    """"hwio" is the paper's order, ((h·W + w)·D + d)·F + f; "oihw" is PyTorch's."""
+    """ "hwio" is the paper's order, ((h·W + w)·D + d)·F + f; "oihw" is PyTorch's."""
     filters, depth, height, width = shape
     g = np.arange(np.prod(shape), dtype=np.float32)
     orders = {"oihw": g, "hwio": np.ascontiguousarray(g.reshape(shape).transpose(2, 3, 1, 0)).ravel()}

@@ -27,12 +27,20 @@ pytestmark = pytest.mark.slow
 # -- faults: functions that replace the original attribute of a class or module -----------------------------------
 
 
-def keep_old_residual(exchange: Any) -> Any:
-    def mutant(self: Any, *rest: Any) -> Any:
-        reduced = yield from exchange(self, *rest)
-        return replace(reduced, state={name: self.state[name] for name in reduced.state})
+def change_result(change: Callable[[Any, Reduced], Reduced]) -> Any:
+    def fault(exchange: Any) -> Any:
+        def mutant(self: Any, *rest: Any) -> Any:
+            return change(self, (yield from exchange(self, *rest)))
 
-    return mutant
+        return mutant
+
+    return fault
+
+
+keep_old_residual = change_result(
+    lambda self, reduced: replace(reduced, state={name: self.state[name] for name in reduced.state})
+)
+return_undeclared_state = change_result(lambda self, reduced: replace(reduced, state={"undeclared": np.zeros(1)}))
 
 
 def ignore_unbiased(exchange: Any) -> Any:
@@ -127,14 +135,6 @@ def write_in_memory_order(allreduce: Any) -> Any:
     def mutant(self: Loopback, arrays: Any, *rest: Any, **more: Any) -> Any:
         pairs = zip(allreduce(self, arrays, *rest, **more), arrays, strict=True)
         return [o.ravel().reshape(o.shape, order="C" if g.flags.c_contiguous else "F") for o, g in pairs]
-
-    return mutant
-
-
-def return_undeclared_state(exchange: Any) -> Any:
-    def mutant(self: Any, *rest: Any) -> Any:
-        reduced = yield from exchange(self, *rest)
-        return replace(reduced, state={"undeclared": np.zeros(1)})
 
     return mutant
 
