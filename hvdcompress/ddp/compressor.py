@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -121,7 +121,8 @@ class Compressor(TensorCompressor):
         self._network: Collectives | Levels | None = None  # the collectives over the transport
         self._memory: SharedMemory | None = None  # shared by the ranks of this node, in exchanges with two levels
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
-        self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None between steps
+        self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None if no bucket is expected
+        self._running: Future[None] | None = None  # the step in the Compressor's thread, or the last one
         self._failure: Exception | None = None  # error of the last step, until backward() raises it
         self._step: Step | None = None  # the open step, or the last one
         self._is_reducing = False  # whether allreduce() is running
@@ -137,7 +138,7 @@ class Compressor(TensorCompressor):
             self._transport.close()
 
     def _is_under_way(self) -> bool:
-        return self._arrivals is not None or self._is_reducing
+        return self._is_reducing or (self._running is not None and not self._running.done())
 
     def _waits_for(self) -> str | None:
         return self._step.waits_for() if self._step and self._is_under_way() else None
@@ -162,16 +163,20 @@ class Compressor(TensorCompressor):
             self._first_bucket_at = time.perf_counter()
             if self._is_plain:
                 self.local.begin_round()  # so that discard() does not undo the compressed step before this one
-                _at_the_end_of_backward(self._end_uncompressed)
             else:
                 self._begin(buffer)
         if bucket.is_last():
             self._last_bucket_at = time.perf_counter()
+            # In the pass of the last bucket: with reentrant checkpointing, the first one may be of an inner pass
+            _at_the_end_of_backward(self._end_uncompressed if self._is_plain else self._end_compressed)
         if self._is_plain:
             return self._all_reduce(bucket)
-        assert self._arrivals is not None
         devices = [buffer.device] if buffer.is_cuda else None
         arrival = Arrival(bucket.is_last(), buffer, torch.futures.Future(devices=devices))
+        assert arrival.future is not None
+        if self._arrivals is None:  # the step was aborted, and its error is raised at the end of this backward pass
+            arrival.future.set_result(buffer)
+            return arrival.future
         try:
             arrival.gradients = self._gradients(bucket)
             if buffer.is_cuda:
@@ -184,7 +189,8 @@ class Compressor(TensorCompressor):
             # The Compressor's thread raises it instead, and tells them
             arrival.error = error
         self._arrivals.put(arrival)
-        assert arrival.future is not None
+        if arrival.last:
+            self._arrivals = None
         return arrival.future
 
     def _all_reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -212,18 +218,13 @@ class Compressor(TensorCompressor):
 
     def _begin(self, buffer: torch.Tensor) -> None:
         """Open a step of the engine, at its first bucket."""
-        arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        # If the backward pass fails, autograd never calls the callback but frees it, together with this object.
-        # The finalizer then aborts the step: the other ranks wait for its collectives
-        lifetime = _BackwardLifetime()
-        weakref.finalize(lifetime, _abort_step, weakref.ref(self), arrivals).atexit = False
-        _at_the_end_of_backward(lambda lifetime=lifetime: self._raise_failure())  # type: ignore[misc]
         if self._transport is None:
             self._connect(buffer.device)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
-        self._arrivals = arrivals
-        self._thread.submit(self._run, self._arrivals)
+        arrivals = self._arrivals = SimpleQueue()
+        _abort_after_backward(weakref.ref(self), arrivals)
+        self._running = self._thread.submit(self._run, arrivals)
 
     def _connect(self, device: torch.device) -> None:
         """Make the process groups, with all ranks."""
@@ -248,12 +249,16 @@ class Compressor(TensorCompressor):
 
     def abort_step(self) -> None:
         """Fail the open step on all ranks, if a backward pass was interrupted and left one open."""
-        if self._arrivals is not None:
+        arrivals = self._arrivals
+        self._arrivals = None
+        if arrivals is not None:
             error = RuntimeError("a backward pass ended before all of its gradients were exchanged")
-            self._arrivals.put(Arrival(True, torch.empty(0), error=error))
+            arrivals.put(Arrival(True, torch.empty(0), error=error))
 
-    def _raise_failure(self) -> None:
-        """Run at the end of the backward pass: raise the error of the step, if it failed."""
+    def _end_compressed(self) -> None:
+        """Wait for the end of the step, and raise its error if it failed."""
+        assert self._running is not None
+        self._running.result()
         failure = self._failure
         self._failure = None
         if failure is not None:
@@ -296,6 +301,7 @@ class Compressor(TensorCompressor):
 
     def _run(self, arrivals: SimpleQueue[Arrival]) -> None:
         """Run one step, from its first bucket until all futures are completed."""
+        self._failure = None  # an error of a backward pass that was aborted has been raised by that pass
         received: list[Arrival] = []
 
         def each() -> Iterator[Arrival]:
@@ -310,8 +316,6 @@ class Compressor(TensorCompressor):
                 self._failure = error
                 for _ in each():  # DDP waits for the futures of all buckets, so take the remaining ones, too
                     pass
-            if self._arrivals is arrivals:
-                self._arrivals = None
             for arrival in received:
                 if arrival.future is not None:
                     arrival.future.set_result(arrival.buffer)
@@ -382,11 +386,26 @@ class _BackwardLifetime:
     """An object that lives as long as the backward pass whose callback refers to it."""
 
 
-def _abort_step(reference: weakref.ref[Compressor], arrivals: SimpleQueue[Arrival]) -> None:
-    """Abort the step with this queue, unless it has ended already."""
-    compressor = reference()
-    if compressor is not None and compressor._arrivals is arrivals:
-        compressor.abort_step()
+def _abort_after_backward(reference: weakref.ref[Compressor], arrivals: SimpleQueue[Arrival]) -> None:
+    """Abort the step with this queue if the running backward pass ends before the last bucket, or fails.
+
+    The other ranks wait for the collectives of the step.
+    """
+    lifetime = _BackwardLifetime()
+
+    def ended() -> None:
+        compressor = reference()
+        if compressor is None or compressor._arrivals is not arrivals:
+            return
+        # Inside of another pass, this was the pass of a block with reentrant checkpointing, and the step goes on
+        if torch._C._current_graph_task_id() == -1:
+            compressor.abort_step()
+        else:
+            _abort_after_backward(reference, arrivals)
+
+    # Autograd frees the callbacks of a pass when it has called them, and also when the pass fails
+    weakref.finalize(lifetime, ended).atexit = False
+    torch.autograd.Variable._execution_engine.queue_callback(lambda lifetime=lifetime: None)
 
 
 def _views(bucket: Any) -> list[torch.Tensor]:

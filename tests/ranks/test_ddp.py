@@ -24,7 +24,7 @@ from tests.ranks.checks import EXACT, FOLDER, assert_close, assert_same_on_all_r
 from tests.ranks.ddp_model import SHAPES, assert_equals_loopback, backward, wrapped
 from tests.ranks.drivers.ddp import DdpDriver, DdpHandle, Net
 from tests.ranks.promises.test_together import check_all_features
-from tests.ranks.torch_nets import TwoLayers
+from tests.ranks.torch_nets import Nested, TwoLayers, gradients_of_nested
 
 pytestmark = pytest.mark.drivers("ddp")
 
@@ -160,6 +160,39 @@ def test_copies_of_a_model_are_not_compressed(driver):
     ddp.attach(copy.deepcopy(models[0]), "topk").close()
 
 
+# -- backward passes inside of backward passes -----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "function"])
+@pytest.mark.parametrize("levels", ["0011", "1100", "1111", "0110", "1001", "0120", "2112"])
+def test_inner_backward_passes_do_not_end_the_step(driver, kind, levels):
+    """The first or the last gradients are computed in an inner pass. Each layer is in DDP buckets of its own."""
+
+    def compress(net):
+        model = DistributedDataParallel(net, bucket_cap_mb=1e-5)
+        ddp.attach(model, "topk", density=0.05)
+        return model, lambda: [parameter.grad for parameter in net.parameters()]
+
+    found, expected = (gradients_of_nested(driver.rank, kind, each, compress) for each in (levels, "0000"))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("levels", ["1000", "1011", "2110"])
+def test_error_in_an_inner_backward_pass_is_raised_in_its_step(driver, levels):
+    """On the other ranks, too, although they would go on."""
+    model = DistributedDataParallel(Nested("checkpoint", levels), bucket_cap_mb=1e-5)
+    compressor = ddp.attach(model, "topk", density=0.05)
+    x, fails = torch.ones(3, 40, requires_grad=True), driver.rank == 1
+    model(x).sum().backward()
+    loss = model(x).sum()
+    model.module.error = MemoryError("made by the test") if fails else None
+    words = "made by the test" if fails else "rank 1: a backward pass ended before"
+    with pytest.raises(MemoryError if fails else ddp.PeerError, match=words):
+        loss.backward()
+    assert compressor.ledger.steps == 1
+    compressor.close()
+
+
 # -- steps that fail, are discarded or paused ------------------------------------------------------
 
 
@@ -178,6 +211,20 @@ def test_error_in_the_middle_of_a_backward_pass_is_an_error_on_all_ranks(driver)
             model(x)
     assert time.monotonic() - began < 10
     assert compressor.ledger.steps == 1
+
+
+def test_losses_with_backward_passes_of_their_own_are_refused(driver):
+    """The first pass ends without all buckets, which aborts the step. The bucket of the second pass finds no step."""
+    model = DistributedDataParallel(Net(SHAPES), bucket_cap_mb=1e-5)
+    compressor = ddp.attach(model, "topk", density=0.05)
+    gradients = driver.gradients(0, SHAPES)
+    backward(model, gradients)  # DDP forms its buckets
+    losses = [model.module({name: gradients[name]}) for name in reversed(gradients)]
+    model(gradients)
+    with pytest.raises((RuntimeError, ddp.PeerError), match="a backward pass ended before"):
+        for loss in losses:
+            loss.backward()
+    compressor.close()
 
 
 def test_new_model_after_a_backward_pass_that_failed(driver):

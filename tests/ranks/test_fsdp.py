@@ -14,6 +14,7 @@ from hvdcompress import fsdp
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
 from tests.ranks.checks import EXACT, FOLDER, assert_close
+from tests.ranks.torch_nets import gradients_of_nested
 
 pytestmark = pytest.mark.drivers("ddp")
 
@@ -76,6 +77,18 @@ def test_cancelled_momentum_trains_as_an_optimizer_without_momentum(driver, mesh
     given = {"replicas": mesh["replicate"], "min_elements": 1, "optimizer": torch.optim.SGD(groups, lr=0.1)}
     words = ["different momentum", "optimizer_momentum"]
     driver.must_raise(ValueError, words, lambda: fsdp.attach(model, "topk", **given))
+
+
+@pytest.mark.parametrize("kind,levels", [("checkpoint", "0110"), ("checkpoint", "2112"), ("function", "1001")])
+def test_backward_passes_inside_of_a_backward_pass(driver, mesh, kind, levels):
+    def compress(net):
+        for layer in net.layers:
+            fully_shard(layer, mesh=mesh["shard"])
+        fsdp.attach(fully_shard(net, mesh=mesh["shard"]), "topk", replicas=mesh["replicate"], density=0.05)
+        return net, lambda: [parameter.grad.to_local() for parameter in net.parameters()]
+
+    found, expected = (gradients_of_nested(driver.rank, kind, each, compress) for each in (levels, "0000"))
+    torch.testing.assert_close(found, expected)
 
 
 def test_accumulation_without_an_exchange(mesh):

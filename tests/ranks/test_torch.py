@@ -15,7 +15,7 @@ from tests.ranks.drivers.torch import PAIR, TorchDriver, TorchHandle, backward
 from tests.ranks.promises.test_together import check_all_features
 from tests.ranks.reduced import assert_reduced
 from tests.ranks.torch_model import SHAPES, assert_equals_loopback, optimizer, parameters, reduce_once
-from tests.ranks.torch_nets import CANCELLED, assert_momentum_buffer
+from tests.ranks.torch_nets import CANCELLED, assert_momentum_buffer, gradients_of_nested
 
 pytestmark = pytest.mark.drivers("torch")
 
@@ -109,6 +109,17 @@ def test_two_optimizers_of_one_model(driver, has_two):
                 opt.step()
     for half, comp in zip(halves, comps, strict=True) if has_two else ():
         assert comp.state_dict()["steps"].keys() == half.keys() == comp.ledger.tensors().keys() & params.keys()
+
+
+@pytest.mark.parametrize("kind,levels", [("checkpoint", "0110"), ("checkpoint", "2112"), ("function", "1001")])
+def test_backward_passes_inside_of_a_backward_pass(driver, kind, levels):
+    def compress(net):
+        params = dict(net.named_parameters())
+        opt = optimizer(params, Compressor("topk", params.items(), density=0.05))
+        return net, lambda: [opt.synchronize(), *(parameter.grad for parameter in params.values())][1:]
+
+    found, expected = (gradients_of_nested(driver.rank, kind, each, compress) for each in (levels, "0000"))
+    torch.testing.assert_close(found, expected)
 
 
 def test_channels_last(driver):
