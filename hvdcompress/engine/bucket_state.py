@@ -8,7 +8,7 @@ is still intact.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -53,6 +53,7 @@ class BucketState:
         step: number of exchanges so far.
         triggers: number of triggers on which all ranks agreed.
         restart: (number of triggers that took effect, step in which the last of them did).
+        flushed: whether the residual was sent completely, because compression is given up (``fallback.py``).
     """
 
     bucket: Bucket
@@ -62,6 +63,7 @@ class BucketState:
     step: int = 0
     triggers: int = 0
     restart: tuple[int, int] = (0, 0)
+    flushed: bool = False
 
     @classmethod
     def zeros(cls, bucket: Bucket, like: Array, ops: Ops) -> BucketState:
@@ -71,6 +73,14 @@ class BucketState:
             return {name: ops.zeros(prod(slot.shape), slot.dtype, like) for name, slot in declared.items()}
 
         return cls(bucket, zeros(declared_slots(bucket)), tuple(map(zeros, declared_by_members(bucket))))
+
+    def holds_residual(self) -> bool:
+        """Return whether an element of the residual is not zero."""
+        return feedback.RESIDUAL in self.slots and bool(self.slots[feedback.RESIDUAL].any())
+
+    def without_residual(self) -> BucketState:
+        """Return the state with a residual of zeros."""
+        return replace(self, slots={**self.slots, feedback.RESIDUAL: 0 * self.slots[feedback.RESIDUAL]})
 
     def arrays(self) -> list[Array]:
         """Return every array of the state."""

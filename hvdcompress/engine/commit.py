@@ -57,7 +57,8 @@ def commit_step(
         name = each.bucket.spec.name
         # A TensorFlow graph may contain several steps of one tensor, hence the lookup in ``new``.
         before = new.get(name) or local.states[name]
-        new[name] = replace(before, step=before.step + 1, restart=each.restart)
+        flushed = local.is_flushed(before, outcome.unused)
+        new[name] = replace(before, step=before.step + 1, restart=each.restart, flushed=flushed)
     local.swap(new, min((exchange.setup.begun_in for exchange in exchanges), default=None))
     for exchange in exchanges:
         exchange.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.fallback import Verdict
+from hvdcompress.engine.fallback import SPREAD, Verdict
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
 from hvdcompress.engine.rehearsal import gathers
 from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
@@ -170,14 +170,13 @@ class Compressor(ABC):
             return
         if self.ledger.steps == 1 and self.local.rank == 0:
             self._log_first_step()
-        before = fallback.verdict
-        gives_up = fallback.end_step()
-        fallback.decide(step.max_votes)
-        keeps = before is Verdict.OPEN and fallback.verdict is Verdict.COMPRESS
-        if self.local.rank == 0 and (gives_up or keeps):
-            log.warn_once(str(fallback))
-        if gives_up:
+        if self.local.end_flush():
             self._give_up()
+        if fallback.compares:
+            fallback.decide(step.max_votes)
+            if not fallback.compares and self.local.rank == 0:
+                sends = f"; the next {SPREAD} steps also send the residuals" if fallback.verdict is Verdict.FLUSH else ""
+                log.warn_once(f"{fallback}{sends}")
 
     def _give_up(self) -> None:  # noqa: B027 - most drivers have nothing to do
         """React to the end of compression: from now on, gradients are reduced uncompressed."""

@@ -84,6 +84,7 @@ class Exchange:
         self._lengths: dict[Hashable, int] = {}  # fixed payload lengths to add to Memory.lengths on commit
         # {index of a tensor: the part of its result that float16 cannot hold}, in the units of the residual
         self._overflow: dict[int, Array] = {}
+        self._averaged = 1.0  # factor of the totals: 1/world_size if a stock all-reduce has averaged the payload
         self._yielded_at = 0.0
 
     # -- FILLING --------------------------------------------------------------------------------------------
@@ -247,6 +248,7 @@ class Exchange:
         # A linear method may decode the average directly, which saves a pass over the result
         if self.setup.method.linear:
             self.resume(result)
+            self._averaged = factor
             return 1.0
         self.resume(result * np.float32(1.0 / factor))
         return factor
@@ -269,7 +271,7 @@ class Exchange:
             # A residual adds up several steps, so a result can exceed the float16 range although no gradient does
             results = [setup.ops.zeros(len(out), "float32", like=out) for out in self.outs]
             self._write(factor, results)
-            self._limit(results, setup.scale / (factor * setup.group.world_size))
+            self._limit(results, setup.scale / (factor * self._averaged * setup.group.world_size))
         else:
             self._write(factor, self.outs)
         self.stage = Stage.DELIVERED
@@ -374,6 +376,7 @@ class Exchange:
             setup.state.step + 1,
             setup.state.triggers,
             setup.next_step.restart,
+            setup.local.is_flushed(setup.state, unused, any(map(setup.ops.max_abs, self._overflow.values()))),
         )
 
     def _momentum_state(self, unused: Collection[str]) -> MomentumState:

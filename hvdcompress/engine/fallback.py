@@ -2,16 +2,24 @@
 
 A plan with ``fallback: true`` exchanges some of its first steps uncompressed, as in ``Compressor.paused()``. With the
 status of compressed steps, the ranks compare the durations of both kinds of steps on the slowest rank. If compression
-saves less than 5 % of a step, one more step sends all residuals, and all later gradients are reduced uncompressed.
+saves less than 5 % of a step, the next ``SPREAD`` steps also send the residuals, an equal share in each, and all later
+gradients are reduced uncompressed. Sent in one step, the residuals would be a gradient of several times the usual norm.
+
+The residual of a tensor without a gradient waits for the next one, for at most ``PATIENCE`` steps.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from hvdcompress.method import AllReduce, Array, Communication, Context, Reduced, Workspace
+from hvdcompress.methods.none import Dense
+from hvdcompress.parts import feedback
 
 #: The measurement: (whether the steps are uncompressed, number of steps) of each run of steps
 SCHEDULE = ((False, 10), (True, 1), (False, 3), (True, 4), (False, 6), (True, 4))
@@ -19,6 +27,9 @@ SETTLING = 4  #: first steps that are not measured, because kernels are compiled
 LONG = 0.3  #: seconds by which a single uncompressed exchange must be slower to end the measurement early
 CLEAR = 1.3  #: ratio of durations that ends the measurement after the first two runs
 WORTH = 0.95  #: compression is kept if a compressed step takes less than this part of an uncompressed one
+SPREAD = 20  #: steps over which the residuals are sent
+REPEATS = 3  #: further steps, which send what the range of float16 put back into the residuals
+PATIENCE = 100  #: steps after which the residuals of tensors without a gradient are dropped
 _FIRST = sum(count for _, count in SCHEDULE[:4]) + 1  # steps after which the first runs can be compared
 _ALL = sum(count for _, count in SCHEDULE) + 1
 
@@ -28,8 +39,32 @@ class Verdict(StrEnum):
 
     OPEN = "open"
     COMPRESS = "compress"
-    FLUSH = "flush"  #: the next step sends the residuals, and later steps are uncompressed
+    FLUSH = "flush"  #: the next steps send the residuals, and later steps are uncompressed
     DENSE = "dense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flush(Dense):
+    """Sums gradients without compression, together with a part of the residual.
+
+    Attributes:
+        share: the part of the residual that is sent.
+    """
+
+    share: float = 1.0
+
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        sent = work.buffer("sent", ctx.spec.size, "float32", x)
+        work.ops.write(sent, x, 1.0)
+        work.ops.subtract(sent, state[feedback.RESIDUAL], 1.0 - self.share / self.beta)
+        total = yield AllReduce(sent)
+        return Reduced(total=total, own=sent)
+
+
+@functools.cache
+def flush(share: float, beta: float) -> Flush:
+    """Return the method that sends this share of the residual of a method with this low-pass factor."""
+    return Flush(share=share, feedback="lowpass", beta=beta)
 
 
 @dataclass
@@ -40,11 +75,13 @@ class Fallback:
         on: whether to measure at all.
         verdict: the result; equal on all ranks.
         seconds: duration of a compressed and of an uncompressed step on the slowest rank; zeros before a verdict.
+        num_flushed: number of steps that have sent a share of the residuals.
     """
 
     on: bool = False
     verdict: Verdict = Verdict.OPEN
     seconds: tuple[float, float] = (0.0, 0.0)
+    num_flushed: int = 0
     _steps: int = 0
     _last: tuple[bool, bool, float] | None = None  # the last step: uncompressed, whether it counts, when it began
     # {uncompressed: durations}, from the first gradient to the last result
@@ -126,12 +163,15 @@ class Fallback:
             self.seconds = (compressed, dense)
             self.verdict = Verdict.COMPRESS if compressed < WORTH * dense else Verdict.FLUSH
 
-    def end_step(self) -> bool:
-        """Record the end of a step. Return whether it sent the residuals, so that compression ends now."""
-        if self.verdict is Verdict.FLUSH:
-            self.verdict = Verdict.DENSE
-            return True
-        return False
+    @property
+    def share(self) -> float:
+        """The part of the residuals that the next step sends, with verdict FLUSH."""
+        return 1.0 / max(SPREAD - self.num_flushed, 1)
+
+    @property
+    def flushes_all(self) -> bool:
+        """Whether the residual of a tensor that takes part in the next step is zero after it."""
+        return self.verdict is Verdict.FLUSH and self.num_flushed + 1 >= SPREAD + REPEATS
 
     def state(self) -> dict[str, Any]:
         """Return the verdict as plain data for a saved state."""
@@ -141,6 +181,7 @@ class Fallback:
         """Restore a saved verdict. An unfinished measurement starts again."""
         self.verdict = Verdict.OPEN
         self.seconds = (0.0, 0.0)
+        self.num_flushed = 0
         self._steps = 0
         self._last = None
         self._exchanges = {False: [], True: []}

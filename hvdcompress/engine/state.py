@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
-from hvdcompress.engine.fallback import Fallback, Verdict
+from hvdcompress.engine.fallback import PATIENCE, Fallback, Verdict, flush
 from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.saving import origin, snapshot
@@ -29,7 +29,6 @@ from hvdcompress.plan import Bucket, Grouping, Plan
 from hvdcompress.registry import get
 
 UNCOMPRESSED = get("none")
-FLUSH = get("none", feedback="plain")  #: a dense step that also sends the residuals, so that they become zero
 SEEN = 10  #: steps after which all tensors are assumed to have appeared
 
 
@@ -115,6 +114,7 @@ class RankState:
         self.placement: Placement | None = None
         self.copy: snapshot.Copy = np.concatenate
         self._previous: Mapping[str, BucketState] = {}  # states at the beginning of the round, for discard()
+        self._previous_fallback = (self.fallback.verdict, 0)  # verdict and ``num_flushed`` at that time
         self._committed: set[str] = set()  # buckets whose state was replaced in this round
         self._can_discard = False
         self._loaded: snapshot.Saved | None = None  # loaded state of tensors that have not appeared yet
@@ -165,7 +165,9 @@ class RankState:
             return NextStep(bucket, state, UNCOMPRESSED, 0, restart)
         method = bucket.program.at(step)
         if self.fallback.verdict is Verdict.FLUSH and method.feedback != "none":
-            return NextStep(bucket, state, FLUSH, 0, restart)
+            is_flushed = state is not None and state.flushed
+            method = UNCOMPRESSED if is_flushed else flush(self.fallback.share, feedback.beta(method))
+            return NextStep(bucket, state, method, 0, restart)
         phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
         return NextStep(bucket, state, method, phase, restart)
 
@@ -249,9 +251,39 @@ class RankState:
             self._committed |= new.keys()
         self.states = {**self.states, **new}
 
+    def is_flushed(self, state: BucketState, unused: Collection[str], puts_back: bool = False) -> bool:
+        """Return ``BucketState.flushed`` after this step.
+
+        Args:
+            state: the state before the step.
+            unused: names of the tensors whose results no rank uses.
+            puts_back: whether the range of float16 has put a part of the results back into the residuals. With two
+                levels, the other ranks of the node do not know, so it does not count.
+        """
+        waits = puts_back and not self.nodes or any(member.name in unused for member in state.bucket.members)
+        return state.flushed or (self.fallback.flushes_all and not waits)
+
+    def end_flush(self) -> bool:
+        """End a step that sent a share of the residuals. Return whether it was the last one."""
+        fallback = self.fallback
+        if fallback.verdict is not Verdict.FLUSH:
+            return False
+        fallback.num_flushed += 1
+        states = [state for state in self.states.values() if state.bucket.program.at(state.step).feedback != "none"]
+        if fallback.num_flushed < PATIENCE and not all(state.flushed for state in states):
+            return False
+        fallback.verdict = Verdict.DENSE
+        left = [state for state in states if state.holds_residual()]
+        if left:
+            names = log.first_names([name for state in left for name in _names(state.bucket)])
+            log.warn_once(f"rank {self.rank} drops the residuals of {names}: no step in {fallback.num_flushed} sent them")
+        self.states = {**self.states, **{state.bucket.spec.name: state.without_residual() for state in left}}
+        return True
+
     def begin_round(self) -> None:
         """Begin a new round, which :meth:`discard` can undo."""
         self.round += 1
+        self._previous_fallback = (self.fallback.verdict, self.fallback.num_flushed)
         self._dense_trial = self.fallback.uncompressed
         self._can_discard = True
         self._previous = self.states
@@ -273,6 +305,7 @@ class RankState:
         self._can_discard = False
         # The second buffers are in order: a step always writes to the one that the current state does not use
         self.states = self._previous
+        self.fallback.verdict, self.fallback.num_flushed = self._previous_fallback
         self.trigger_requests -= self._committed
         self._committed = set()
 
@@ -290,8 +323,8 @@ class RankState:
         """
         every = self.plan.cosine_every
         compared = every > 0 and self.steps_done() % every == 0
-        # The step that flushes the residuals sends everything, so its duration is not typical
-        gives_up = self.fallback.verdict is Verdict.DENSE
+        # Steps that also send residuals are not typical
+        gives_up = self.fallback.verdict in (Verdict.FLUSH, Verdict.DENSE)
         counts = not (self.uncompressed or compared or gives_up)
         self.times.note(began, ended - began if blocked is None else blocked, waited, counts)
         if self.paused or not self.fallback.compares:

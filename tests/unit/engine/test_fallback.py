@@ -33,7 +33,6 @@ def play(compressed: float, dense: float, steps: int = ALL + 5) -> tuple[list[Fa
         most = [max(each) for each in zip(*votes, strict=True)]
         ends = now + (dense if kinds[-1] else compressed) * np.array([1.0, 1.5])
         for rank, began, ended in zip(ranks, now, ends, strict=True):
-            rank.end_step()
             rank.decide(most)
             rank.note(began, ended)
         now = ends
@@ -55,19 +54,10 @@ def test_the_faster_kind_of_step_wins(
     compressed: float, dense: float, kept: bool, num_uncompressed: int | None
 ) -> None:
     ranks, kinds = play(compressed, dense)
-    assert {rank.verdict for rank in ranks} == {Verdict.COMPRESS if kept else Verdict.DENSE}
-    assert kinds[0] is False and kinds[-1] is not kept
-    assert num_uncompressed in (None, sum(kinds))
+    assert {rank.verdict for rank in ranks} == {Verdict.COMPRESS if kept else Verdict.FLUSH}
+    assert kinds[0] is False and num_uncompressed in (None, sum(kinds))
     assert ranks[0].seconds == pytest.approx((1.5 * compressed, 1.5 * dense)), "the slowest rank counts"
     assert ("kept" if kept else "given up") in str(ranks[0])
-
-
-def test_one_step_sends_the_residuals_before_compression_is_given_up() -> None:
-    fallback = play(0.2, 0.1, 19)[0][0]
-    fallback.decide([0.2, 0.1, 0.2, 0.1])
-    assert fallback.verdict is Verdict.FLUSH and not fallback.uncompressed
-    assert fallback.end_step() and fallback.verdict is Verdict.DENSE
-    assert not fallback.end_step()
 
 
 def test_the_first_steps_do_not_count() -> None:
@@ -103,6 +93,6 @@ def test_a_decision_is_saved_and_loaded() -> None:
     decided = play(0.2, 0.1)[0][0]
     other = Fallback(on=True)
     other.load(decided.state())
-    assert (other.verdict, other.seconds, other.uncompressed) == (Verdict.DENSE, decided.seconds, True)
+    assert (other.verdict, other.seconds, other.uncompressed) == (Verdict.FLUSH, decided.seconds, False)
     other.load(None)  # saved by an earlier version
     assert other.verdict is Verdict.OPEN
