@@ -74,13 +74,10 @@ class BucketState:
 
         return cls(bucket, zeros(declared_slots(bucket)), tuple(map(zeros, declared_by_members(bucket))))
 
-    def holds_residual(self) -> bool:
-        """Return whether an element of the residual is not zero."""
-        return feedback.RESIDUAL in self.slots and bool(self.slots[feedback.RESIDUAL].any())
-
     def without_residual(self) -> BucketState:
         """Return the state with a residual of zeros."""
-        return replace(self, slots={**self.slots, feedback.RESIDUAL: 0 * self.slots[feedback.RESIDUAL]})
+        slots = {name: 0 * array if name == feedback.RESIDUAL else array for name, array in self.slots.items()}
+        return replace(self, slots=slots)
 
     def arrays(self) -> list[Array]:
         """Return every array of the state."""

@@ -223,6 +223,8 @@ class Compressor(ABC):
     def discard(self) -> None:
         """Undo the last step: all state is restored, except for an agreed restart of the phases.
 
+        A decision of ``fallback`` in that step is undone, too. The ledger still counts what the step sent.
+
         Use it when gradients are thrown away, for example by ``zero_grad()`` after a backward pass for another network:
         otherwise error feedback sends the residuals of these gradients in later steps. Call it on every rank, before
         the next gradient. After a step with an Inf or a NaN it is a no-op.

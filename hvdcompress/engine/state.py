@@ -273,11 +273,13 @@ class RankState:
         if fallback.num_flushed < PATIENCE and not all(state.flushed for state in states):
             return False
         fallback.verdict = Verdict.DENSE
-        left = [state for state in states if state.holds_residual()]
-        if left:
-            names = log.first_names([name for state in left for name in _names(state.bucket)])
-            log.warn_once(f"rank {self.rank} drops the residuals of {names}: no step in {fallback.num_flushed} sent them")
-        self.states = {**self.states, **{state.bucket.spec.name: state.without_residual() for state in left}}
+        names = [name for state in states if feedback.RESIDUAL in state.slots for name in _names(state.bucket)]
+        if left := [name for name in names if bool(self.residual(name).any())]:  # type: ignore[union-attr]
+            log.warn_once(
+                f"rank {self.rank} drops the residuals of {log.first_names(left)}: they had no gradient for "
+                f"{fallback.num_flushed} steps, or exceeded the range of float16"
+            )
+            self.states = {**self.states, **{state.bucket.spec.name: state.without_residual() for state in states}}
         return True
 
     def begin_round(self) -> None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
 from hvdcompress.ddp import shared_memory
+from hvdcompress.engine.fallback import SPREAD, Verdict
 from hvdcompress.local_steps import LocalSteps
 from hvdcompress.loopback import Loopback
 from tests.ranks.checks import EXACT, FOLDER, assert_close, assert_same_on_all_ranks, assert_same_state, logged, summed
@@ -66,6 +67,32 @@ def test_nan_on_one_rank_undoes_the_step_if_ddp_looks_for_unused_parameters(driv
     gradients["a"][0, 0] = np.nan if driver.rank == 1 else 0.0
     assert all(np.isnan(array).all() for array in backward(model, gradients).values())
     assert compressor.ledger.steps == 0 and not compressor.residual("a").any()
+    compressor.close()
+
+
+def test_residuals_of_unused_parameters_wait_when_compression_is_given_up(driver, monkeypatch):
+    """For the next gradient, for so many steps. The buckets hold several parameters."""
+    monkeypatch.setattr("hvdcompress.engine.state.PATIENCE", SPREAD + 20)
+    model = DistributedDataParallel(Net(SHAPES), find_unused_parameters=True)
+    compressor = ddp.attach(model, "topk", density=0.05, min_elements=1, fallback=True)
+    fallback = compressor.local.fallback
+    fallback.note = lambda began, ended: None
+    total, exact = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+    with logged() as lines:
+        for step in range(30 + SPREAD):
+            if step == 8:
+                fallback.verdict = Verdict.FLUSH
+            unused = {"a"} if 8 <= step < 12 + SPREAD else set()  # used again in time
+            unused |= {"c"} if step >= 8 else set()
+            everyone = [{n: g for n, g in one.items() if n not in unused} for one in driver.everyone(step, SHAPES)]
+            got = backward(model, everyone[driver.rank])
+            for name in everyone[0]:
+                total[name] += got[name]
+                exact[name] += sum(one[name] for one in everyone) / driver.world_size
+    assert fallback.verdict is Verdict.DENSE and not any(compressor.residual(name).any() for name in SHAPES)
+    for name in SHAPES.keys() - {"c"}:
+        np.testing.assert_allclose(total[name], exact[name], rtol=1e-4, atol=1e-4, err_msg=name)
+    assert f"rank {driver.rank} drops the residuals of 'c':" in lines[-1]
     compressor.close()
 
 
