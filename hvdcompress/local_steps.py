@@ -204,6 +204,7 @@ class LocalSteps:
             initialized.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: torch.nn.Module,
@@ -299,6 +300,7 @@ class LocalSteps:
 
     # -- a step ---------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def step(self) -> bool:
         """Count a step of the inner optimizer, and exchange what is due. Call it after ``optimizer.step()``.
 
@@ -329,6 +331,7 @@ class LocalSteps:
             self.save(self.checkpoint)
         return worked
 
+    @torch.inference_mode(False)
     def synchronize(self) -> None:
         """Apply the results of exchanges in flight, and exchange all parameters now. Call it before evaluation.
 
@@ -462,6 +465,7 @@ class LocalSteps:
                 if step < _step_of(newest):
                     shutil.rmtree(Path(folder) / f"step-{step}", ignore_errors=True)
 
+    @torch.inference_mode(False)
     def load(self, folder: str | Path) -> None:
         """Restore the newest state that all ranks have saved in a folder. Call it on every rank.
 

@@ -210,9 +210,12 @@ class TensorCompressor(compressor.Compressor):
         Raises:
             KeyError: there is no such parameter.
         """
-        shape = spec_of(name, self.parameters[name]).shape
+        parameter = self.parameters[name]
+        shape = spec_of(name, parameter).shape
         flat = self.local.residual(name) if name in self.local.names() else None
-        return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
+        if flat is None:
+            return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+        return torch.as_tensor(flat, device=parameter.device).clone().reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: the plan, step counts, and residuals as CPU tensors.
@@ -226,10 +229,12 @@ class TensorCompressor(compressor.Compressor):
             raise RuntimeError("a step is under way: save the state after optimizer.step(), or before backward()")
         saved = super().state_dict()
         state = {
-            name: {s: torch.as_tensor(a).cpu() for s, a in slots.items()} for name, slots in saved["state"].items()
+            name: {slot: torch.as_tensor(array, device="cpu") for slot, array in slots.items()}
+            for name, slots in saved["state"].items()
         }
         return {**saved, "state": state}
 
+    @torch.inference_mode(False)
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned on this rank. Residuals move to the parameters' device.
 
@@ -292,6 +297,7 @@ class TensorCompressor(compressor.Compressor):
             tensors = {name: text + FROZEN * (name in frozen) for name, text in plain.items()}
             self._terms = SharedConfig(self._terms.plan, tensors)
 
+    @torch.inference_mode(False)
     def allreduce(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Average named tensors over all ranks, in place, without a backward pass.
 
@@ -421,8 +427,8 @@ class TensorCompressor(compressor.Compressor):
 def _concatenated(parts: Sequence[Any], compressor: TensorCompressor | None) -> Any:
     """Concatenate arrays of any library and device into a new vector, as ``framework.flat`` returns for a parameter."""
     assert compressor is not None  # it owns the RankState that calls this function
-    device = next(iter(compressor.parameters.values()), torch.zeros(0)).device
-    return compressor.framework.flat(torch.cat([torch.as_tensor(part).reshape(-1).to(device) for part in parts]))
+    device = next((parameter.device for parameter in compressor.parameters.values()), torch.device("cpu"))
+    return compressor.framework.flat(torch.cat([torch.as_tensor(part, device=device).reshape(-1) for part in parts]))
 
 
 def _all_parameters(compressor: TensorCompressor | None) -> Mapping[str, torch.nn.Parameter]:

@@ -55,7 +55,7 @@ class TorchFramework(Framework):
         """Return a gradient as the vector for :meth:`Step.add`, which the engine overwrites with the result.
 
         The vector is a view if the gradient is contiguous and has the bucket's working dtype. Otherwise it is a copy,
-        and :meth:`store` copies the result back.
+        and :meth:`store` copies the result back. So is that of an inference tensor, which cannot be written to here.
 
         Args:
             step: the open step.
@@ -65,16 +65,17 @@ class TorchFramework(Framework):
         name = bucket.spec.name
         exchange = step.exchanges.get(name)
         dtype = exchange.setup.dtype if exchange else step.local.next_step(bucket).dtype
-        if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous():
+        if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous() and not gradient.is_inference():
             return self.flat(gradient)
-        flat = self.flat(gradient.to(DTYPES[dtype]).contiguous())
+        flat = self.flat(gradient.to(DTYPES[dtype], copy=True).contiguous())
         self._copies.setdefault(name, []).append((gradient, flat))
         return flat
 
     def store(self, name: str) -> None:
         """Copy the results of a bucket into the gradients, where :meth:`vector` returned a copy."""
         for gradient, flat in self._copies.get(name, ()):
-            gradient.detach().copy_(torch.as_tensor(flat).view(gradient.shape))
+            with torch.inference_mode(gradient.is_inference()):
+                gradient.detach().copy_(torch.as_tensor(flat, device=gradient.device).view(gradient.shape))
 
     def checksums(self, local: RankState) -> dict[str, int]:
         """Return checksums of all parameters, including frozen ones, in the model's order, and of the shared state."""
@@ -87,4 +88,4 @@ class TorchFramework(Framework):
 
 def to_host(array: Any) -> Any:
     """Return a tensor or array as a numpy array in host memory."""
-    return torch.as_tensor(array).cpu().numpy()
+    return torch.as_tensor(array, device="cpu").numpy()

@@ -175,8 +175,8 @@ class Compressor(ABC):
         if fallback.compares:
             fallback.decide(step.max_votes)
             if not fallback.compares and self.local.rank == 0:
-                sends = f"; the next {SPREAD} steps also send the residuals" if fallback.verdict is Verdict.FLUSH else ""
-                log.warn_once(f"{fallback}{sends}")
+                sends = f"; the next {SPREAD} steps also send the residuals"
+                log.warn_once(f"{fallback}{sends if fallback.verdict is Verdict.FLUSH else ''}")
 
     def _give_up(self) -> None:  # noqa: B027 - most drivers have nothing to do
         """React to the end of compression: from now on, gradients are reduced uncompressed."""

@@ -54,6 +54,7 @@ class Flush(Dense):
     share: float = 1.0
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        """Sum the gradient and a share of the residual. The rest of the residual is kept."""
         sent = work.buffer("sent", ctx.spec.size, "float32", x)
         work.ops.write(sent, x, 1.0)
         work.ops.subtract(sent, state[feedback.RESIDUAL], 1.0 - self.share / self.beta)

@@ -49,7 +49,9 @@ def _number(process_set: Any, watchdog: Watchdog) -> int:
 
     def largest(number: int) -> int:
         name = f"hvdcompress.set{set_id}.number"
-        return int(hvd.allreduce(torch.tensor([number]), name=name, op=hvd.Max, process_set=process_set)[0])
+        return int(
+            hvd.allreduce(torch.tensor([number], device="cpu"), name=name, op=hvd.Max, process_set=process_set)[0]
+        )
 
     return next_compressor_number(_numbers, set_id, largest, watchdog)
 
@@ -531,7 +533,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         else:
             payload = None
             if ctx.carried:
-                payload = torch.as_tensor(ctx.carried.collective.x)  # type: ignore[union-attr]
+                x = ctx.carried.collective.x  # type: ignore[union-attr]
+                payload = torch.as_tensor(x, device=ctx.gradient.device)
             elif (
                 planned
             ):  # this rank has failed, but the others may carry their payloads: send zeros of the same length

@@ -91,7 +91,8 @@ class HorovodTransport:
         elif request.kind == "all_gather":
             number = hvd.allgather_async(payload, **full)
         else:
-            number = hvd.alltoall_async(payload, splits=torch.tensor(request.send_lengths, dtype=torch.int32), **full)
+            splits = torch.tensor(request.send_lengths, dtype=torch.int32, device="cpu")
+            number = hvd.alltoall_async(payload, splits=splits, **full)
         return Handle(number, is_numpy)
 
     def ready(self, handle: Handle) -> bool:

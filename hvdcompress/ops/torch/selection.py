@@ -28,7 +28,7 @@ def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
     # not wait for the device.
     part, _ = runs(sizes, x)
     order = torch.sort(part << 31 | 0x7FFFFFFF - (x.view(torch.int32) & 0x7FFFFFFF), stable=True).indices
-    size = uploaded(torch.tensor(sizes), x)
+    size = uploaded(torch.tensor(sizes, device="cpu"), x)
     part, offset = runs([min(each) for each in zip(counts, sizes, strict=True)], x)
     return sort(order[(size.cumsum(0) - size)[part] + offset]).to(dtype_of(index_dtype(len(x))))
 
@@ -66,7 +66,7 @@ def chunk_argmax(x: Array, chunk: int) -> Array:
 
 
 def chunk_positions(offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
-    size = uploaded(torch.tensor(sizes), offset)
+    size = uploaded(torch.tensor(sizes, device="cpu"), offset)
     stop = size.cumsum(0)
     part, number = runs([-(-each // chunk) for each in sizes], offset)  # number of the chunk in its part
     index = torch.minimum((stop - size)[part] + chunk * number + offset, stop[part] - 1)

@@ -46,7 +46,7 @@ def uploaded(x: torch.Tensor, like: Array) -> Array:
 
 def runs(lengths: Sequence[int], like: Array) -> tuple[Array, Array]:
     """Return, for concatenated runs of these lengths, each element's run and its index in the run, both int64."""
-    each = uploaded(torch.tensor(lengths), like)
+    each = uploaded(torch.tensor(lengths, device="cpu"), like)
     run = torch.repeat_interleave(each, output_size=sum(lengths))
     return run, torch.arange(len(run), device=like.device) - (each.cumsum(0) - each)[run]
 
