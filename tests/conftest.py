@@ -1,4 +1,4 @@
-"""Set-up of all tests: reproducible hypothesis runs, and quiet frameworks with one thread."""
+"""Set-up of all tests: quiet frameworks with one thread, and the options --changed and --dist loadgroup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 # TensorFlow, where a test imports it: silent, and not on all cores at once
 for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"), ("NUM_INTEROP_THREADS", "1")):
@@ -23,17 +22,6 @@ from tests.spoiled import spoil  # noqa: E402
 spoil()
 # for `python -m experiments`, which is not installed, in tests that run it in another folder
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-
-# No deadline: continuous integration shares its cores. Derandomized: a red run is red for everybody.
-settings.register_profile(
-    "hvdcompress",
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=40,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("hvdcompress")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -97,12 +97,13 @@ def test_two_ranks_measure_train_and_decide(tmp_path, launcher):
     assert "hvdcompress: topk" not in output, "the library's own messages"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("functions", "words"),
     [
         ({"optimizer": "fails_on_rank_1"}, "--optimizer mine:fails_on_rank_1 raised OSError: no such file"),
-        pytest.param({"loss": "fails_later_on_rank_1"}, "raised OSError: too late", marks=pytest.mark.slow),
+        ({"loss": "fails_later_on_rank_1"}, "raised OSError: too late"),
     ],
 )
 def test_an_error_on_one_rank_ends_all(tmp_path, functions, words):

@@ -15,7 +15,7 @@ from tests.launching import launch
 @pytest.mark.parametrize(
     ("kind_of_launch", "example"),
     [
-        ("torchrun-2", "ddp_compressed"),
+        pytest.param("torchrun-2", "ddp_compressed", marks=pytest.mark.slow),  # Lightning's is not
         ("mpi-2", "torch_compressed"),
         pytest.param("mpi-2", "tensorflow_compressed", marks=pytest.mark.slow),
         pytest.param("torchrun-2", "ddp_plain", marks=pytest.mark.slow),

@@ -19,7 +19,7 @@ from tests.launching import launch
 
 #: framework -> how its example is launched, its checkpoints in the middle and at the end, and where residuals are
 FRAMEWORKS = {
-    "lightning": ("alone", "epoch=9.ckpt", "epoch=19.ckpt", "{}.hvdcompress"),
+    "lightning": ("torchrun-2", "epoch=9.ckpt", "epoch=19.ckpt", "{}.hvdcompress"),
     "accelerate": ("torchrun-2", "epoch-9", "epoch-19", "{}/hvdcompress"),
     "transformers": ("torchrun-2", "checkpoint-230", "checkpoint-460", "{}/hvdcompress"),
 }

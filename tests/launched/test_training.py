@@ -60,7 +60,8 @@ def finish(run, seconds=240):
 
 
 @pytest.mark.timeout(280)
-def test_ctrl_c_ends_every_rank_and_resume_finishes(config):
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ctrl_c_ends_every_rank_and_resume_finishes(config, resumes):
     config.write_text(ONE_RUN.replace("STEPS", "100000"))
     run = start(config, "--driver", "ddp", "--out", "out")
     wait_for_step(config.parent / "out" / "metrics" / "digits.topk.0.jsonl")
@@ -69,7 +70,8 @@ def test_ctrl_c_ends_every_rank_and_resume_finishes(config):
     output = finish(run, 60)
     assert run.returncode == 128 + signal.SIGINT and not rank_pids(config.parent), output
     assert "every rank has ended" in output and "topk (1 of 1 not finished)" in output
-
+    if not resumes:
+        return
     config.write_text(ONE_RUN.replace("STEPS", "20"))
     run = start(config, "--driver", "ddp", "--out", "out", "--resume")
     output = finish(run)

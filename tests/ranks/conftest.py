@@ -185,7 +185,7 @@ def _run_launch(session: pytest.Session, one: Launch) -> tuple[list[Reports], st
         tests = [f"{ROOT}/{item.nodeid}" for item in session.items if _launch_of(item) == one]
         (folder / "tests").write_text("\n".join(tests))
         options = ("--timeout", str(SECONDS_PER_TEST), "--timeout-method", "thread", "--capture", "sys")
-        plugins = ("-p", "no:xdist", "-p", "no:cacheprovider")
+        plugins = ("-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:anyio")
         more = {"DRIVER": driver, REPORTS: name, "HOROVOD_TIMELINE": "DYNAMIC"}  # off until a test starts it
         try:
             log = launch(

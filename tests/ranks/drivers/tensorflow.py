@@ -83,7 +83,7 @@ class TensorFlowHandle(Handle):
 class TensorFlowDriver(Driver):
     name = "tensorflow"
     # a convolution lies as height, width, in, out
-    shapes = {"a": (37, 41), "b": (3, 5, 7, 16), "c": (8, 131), "d": (1,), "e": (5,)}
+    shapes = {"a": (37, 41), "b": (3, 5, 7, 16), "c": (8, 131), "d": (1,)}
     expensive = by_tensor = True
     probe = 24
 
