@@ -21,6 +21,7 @@ import numpy as np
 import hvdcompress.ops
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.agreement import SharedConfig, Status
+from hvdcompress.engine.arrays import plain_array
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.node_step import Levels, NodeStep, new_step
 from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
@@ -276,11 +277,7 @@ class Loopback:
         specs: dict[str, TensorSpec] = {}
         for rank, given in enumerate(gradients):
             for name, array in given.items():
-                array = np.asarray(array)
-                if array.dtype.kind != "f":
-                    raise ValueError(
-                        f"{name!r}, rank {rank}: {array.dtype} is not a floating-point type; convert the array"
-                    )
+                array = plain_array(array, f"{name!r}, rank {rank}")
                 spec = TensorSpec(name, array.shape, str(array.dtype))
                 if rank and specs.get(name) != spec:
                     raise ValueError(f"{name!r}, rank {rank}: {spec} differs from {specs.get(name)} on rank 0")

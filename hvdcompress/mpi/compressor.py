@@ -34,6 +34,7 @@ if not _is_set:
 
 from hvdcompress.engine import compressor  # noqa: E402
 from hvdcompress.engine.agreement import SharedConfig, compare_configs, peer_error  # noqa: E402
+from hvdcompress.engine.arrays import PLAIN, plain_array  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
 from hvdcompress.engine.node_step import Levels, new_step  # noqa: E402
 from hvdcompress.engine.nodes import Location, find_nodes  # noqa: E402
@@ -136,7 +137,8 @@ class Compressor(compressor.Compressor):
         """Reduce one array over all ranks.
 
         Args:
-            array: this rank's array; any shape; float16, float32 or float64.
+            array: this rank's array; any shape; float16, float32 or float64. A subclass of ``numpy.ndarray`` is refused
+                because its further contents, such as a mask or a unit, would be lost; so is another byte order.
             name: a name that no other tensor has. It is required, because residuals are kept by name.
             op: "average" or "sum".
             out: an array that receives the result; may be ``array`` itself. See :meth:`allreduce_many`.
@@ -191,7 +193,7 @@ class Compressor(compressor.Compressor):
         scale = 1.0
         tensors = _Tensors((), (), SharedConfig({}, {}))
         try:
-            given = {name: np.asarray(array) for name, array in arrays.items()}
+            given = {name: plain_array(array, repr(name)) for name, array in arrays.items()}
             outs = _check_outs(out, given)
             tensors = self._describe_tensors(given, op)
             scale = self.current_loss_scale()
@@ -325,9 +327,9 @@ def _check_outs(out: Mapping[str, Array] | None, arrays: Mapping[str, Array]) ->
     if out is None:
         return {name: np.empty(array.shape, array.dtype) for name, array in arrays.items()}
     for name, array in arrays.items():
-        found = out.get(name)
-        matches = isinstance(found, np.ndarray) and (found.shape, found.dtype) == (array.shape, array.dtype)
-        if found is None or not matches or not (found.flags.writeable and found.flags.c_contiguous):
+        found: Any = out.get(name)
+        matches = type(found) in PLAIN and (found.shape, found.dtype) == (array.shape, array.dtype)
+        if not matches or not (found.flags.writeable and found.flags.c_contiguous):
             raise ValueError(
                 f"out[{name!r}] must be a contiguous, writeable array of shape {array.shape} and dtype {array.dtype}"
             )
@@ -337,6 +339,4 @@ def _check_outs(out: Mapping[str, Array] | None, arrays: Mapping[str, Array]) ->
 def _spec(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorSpec:
     if not isinstance(name, str):
         raise TypeError(f"the name of a tensor must be a string, not {name!r}")
-    if dtype.kind != "f" or dtype.itemsize > 8:
-        raise ValueError(f"{name!r}: {dtype} cannot be reduced; use float16, float32 or float64")
     return TensorSpec(name, shape, str(dtype))

@@ -156,6 +156,17 @@ def test_communicator_of_some_ranks_with_all_other_features(driver):
     check_all_features(Part(driver.comm.Split(half, -driver.rank), f"half{half}"))
 
 
+def test_arrays_with_more_than_their_elements_are_refused(driver):
+    """As a gradient of one rank, and to receive results. mpi4py's own Allreduce keeps a mask."""
+    comp, plain = Compressor("topk", density=1.0, min_elements=1), np.ones(30, np.float32)
+    for kind in (np.ma.MaskedArray, np.recarray):
+        given, words = plain.view(kind) if driver.rank == 1 else plain, ["'w' is a numpy.", kind.__name__]
+        driver.must_raise(Exception, words, lambda given=given: comp.allreduce(given, "w"), same=False)
+        out = plain.view(kind)
+        driver.must_raise(ValueError, ["out['w']"], lambda out=out: comp.allreduce(plain, "w", out=out))
+    assert (comp.allreduce(plain, "w") == 1).all()
+
+
 def test_communicator_that_is_none_is_refused(driver):
     for comm in (None, 3, MPI.COMM_NULL):
         driver.must_raise(ValueError, ["intracommunicator"], lambda c=comm: Compressor("topk", c), same=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ def test_takes_an_id_a_method_a_plan_or_a_dict(method: Any) -> None:
 ONES = np.ones(3, np.float32)
 
 
+class WithUnit(np.ndarray):
+    """An array of a library for physical units."""
+
+    unit = "m"
+
+
 @pytest.mark.parametrize(
     "arrays,words",
     [
@@ -42,16 +49,34 @@ ONES = np.ones(3, np.float32)
         ([ONES, np.ones(4, np.float32)], "rank 1"),
         ([ONES, np.ones(3, np.float64)], "rank 1.*float64"),
         ([ONES, np.ones((3, 1), np.float32)], "rank 1"),
-        ([np.ones(3, np.int32)] * 2, "int32 is not a floating-point type"),
-        ([np.ones(3, bool)] * 2, "bool is not a floating-point type"),
-        ([np.ones(3, np.complex64)] * 2, "complex64 is not a floating-point type"),
+        *(
+            ([ONES, ONES.astype(dtype)], f"'w', rank 1: .*{words}.* cannot be reduced")
+            for dtype, words in (
+                (np.int32, "int32"), (bool, "bool"), (np.complex64, "complex64"), (np.longdouble, "float128"),
+                (">f4", ">f4"), (object, "object"), ([("a", "f4")], "f4"), ("M8[s]", "datetime64"),
+            )
+        ),
+        ([ONES, np.ma.masked_array(ONES, [0, 1, 0])], "'w', rank 1 is a numpy.ma.*MaskedArray"),
+        ([ONES, ONES.view(np.recarray)], "'w', rank 1 is a numpy.*recarray"),
+        ([ONES, ONES.view(WithUnit)], "'w', rank 1 is a tests.*WithUnit"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arrays_are_refused(arrays: list[Any], words: str) -> None:
     net = Loopback("topk", world_size=2, min_elements=1)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         net.allreduce(arrays, "w")
     net.allreduce([ONES] * 2, "w")
+
+
+def test_arrays_that_are_only_views_are_reduced(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "mapped", np.float32, "w+", shape=(2, 6))
+    mapped[...] = np.arange(12).reshape(2, 6)
+    read_only = mapped.view()
+    read_only.flags.writeable = False
+    for given in (mapped, read_only, mapped[::-1, ::2], mapped.T, mapped[0, 0], mapped.tolist()):
+        (out, _) = Loopback("topk", world_size=2, density=1.0, min_elements=1).allreduce([given] * 2, "w")
+        assert type(out) is np.ndarray
+        np.testing.assert_array_equal(out, np.asarray(given))
 
 
 def test_other_wrong_arguments_are_refused() -> None:
