@@ -14,6 +14,9 @@ by any method or plan, with its error feedback. An outer optimizer, SGD with Nes
 from which all ranks go on (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1). ``outer=None`` sets the
 parameters to their average instead (local SGD: Stich 2019, arXiv 1805.09767).
 
+If a program changes the parameters between two steps, for example by loading weights, the next exchange averages them
+uncompressed, without the outer optimizer, for which the change would be progress of the training.
+
 With ``fragments`` and ``delay``, a part of the parameters is exchanged at a time, while training goes on (Streaming
 DiLoCo: Douillard et al. 2025, arXiv 2501.18512, algorithm 2).
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,14 +33,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress._torch.compressor import TensorCompressor, plain_name
+from hvdcompress._torch.optimizers import unwrapped
 from hvdcompress.engine.telemetry import log
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan, plan_of
 
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  #: the outer optimizer of DiLoCo's paper (section 3.1)
 
 
@@ -267,6 +274,13 @@ class LocalSteps:
                     "local steps: residuals act as momentum, and the outer optimizer adds its own, so training may "
                     "diverge; use outer=None, or a method without error feedback, such as qsgd"
                 )
+        # Weights that the program has changed since the last step, e.g. by loading them, are no progress of training
+        self._changed = False
+        self._versions = self._versions_now()
+        myself = weakref.ref(self)
+        inner = unwrapped(optimizer)
+        inner.register_step_pre_hook(lambda *_: (local := myself()) and local._notice_changes())  # type: ignore[func-returns-value]
+        inner.register_step_post_hook(lambda *_: (local := myself()) and local._note_versions())  # type: ignore[func-returns-value]
         self._buffers = self.fragments[-1].buffers = _Buffers(model)
         if self._buffers.anchors:
             named = {name: torch.nn.Parameter(each) for name, each in self._buffers.anchors.items()}
@@ -313,19 +327,21 @@ class LocalSteps:
             ValueError: a parameter has been unfrozen, which is not exchanged.
         """
         self.steps += 1
+        self._note_versions()
         if self.steps <= self.warmup:
             for fragment in self.fragments:
-                self._begin(fragment, 0, compressed=False)
-                self._end(fragment, 0.0)
+                self._average(fragment)
             if self.checkpoint and self.steps % self.every == 0:
                 self.save(self.checkpoint)
             return True
-        worked = False
-        for fragment in self.fragments:
-            if (self.steps - self.warmup) % self.every == fragment.offset:
+        begins = [each for each in self.fragments if (self.steps - self.warmup) % self.every == each.offset]
+        ends = any(fragment.pending and fragment.due == self.steps for fragment in self.fragments)
+        worked = bool(begins or ends) and self._average_changed()
+        for fragment in self.fragments if not worked else ():
+            if fragment in begins:
                 self._begin(fragment, self.delay)
             if fragment.pending and fragment.due == self.steps:
-                self._end(fragment, self.mixing if self.delay else 0.0)
+                self._end(fragment, self.mixing if self.delay else 0.0, self.outer)
                 worked = True
         if self.checkpoint and self.fragments[-1].due == self.steps:
             self.save(self.checkpoint)
@@ -337,13 +353,48 @@ class LocalSteps:
 
         Afterwards all ranks have the same parameters. Without a step since the last exchange it is a no-op.
         """
+        self._notice_changes()
+        self._average_changed()
         for fragment in self.fragments:
             if fragment.pending:
-                self._end(fragment, self.mixing)
+                self._end(fragment, self.mixing, self.outer)
         stale = [fragment for fragment in self.fragments if fragment.agreed != self.steps]
         for fragment in stale:
             self._begin(fragment, 0)
-            self._end(fragment, 0.0)
+            self._end(fragment, 0.0, self.outer)
+
+    def _versions_now(self) -> list[int]:
+        """Return PyTorch's counts of in-place changes of the parameters."""
+        return [each._version for fragment in self.fragments for each in fragment.parameters.values()]
+
+    def _note_versions(self) -> None:
+        """Take all changes of the parameters so far for training."""
+        self._versions = self._versions_now()
+
+    def _notice_changes(self) -> None:
+        """Notice parameters that were changed after the last step, unless they were restored after an exchange."""
+        if self._versions != self._versions_now():
+            self._changed |= any(
+                fragment.agreed != self.steps or not torch.equal(fragment.parameters[name], anchor)
+                for fragment in self.fragments
+                for name, anchor in fragment.anchors.items()
+            )
+
+    def _average_changed(self) -> bool:
+        """Average all parameters if some rank's were changed by the program. Return whether they were; collective."""
+        with self.fragments[0].compressor.watchdog.rendezvous("every rank's exchange"):
+            changed = self._network.any(self._changed, self.fragments[0].anchors)
+        for fragment in self.fragments if changed else ():
+            if fragment.pending:  # a result for the earlier parameters
+                fragment.pending.result()
+            self._average(fragment)
+        return changed
+
+    def _average(self, fragment: Fragment) -> None:
+        """Average the parameters of a fragment uncompressed, without the outer optimizer."""
+        self._begin(fragment, 0, compressed=False)
+        self._end(fragment, 0.0, outer=None)
+        self._changed = False
 
     def _begin(self, fragment: Fragment, delay: int, compressed: bool = True) -> None:
         """Begin the exchange of a fragment, whose result will be applied after ``delay`` steps.
@@ -375,15 +426,16 @@ class LocalSteps:
             if self._stream:
                 self._stream.synchronize()
 
-    def _end(self, fragment: Fragment, mixing: float) -> None:
+    def _end(self, fragment: Fragment, mixing: float, outer: torch.optim.Optimizer | None) -> None:
         """Apply the result of an exchange."""
-        if not fragment.end(None if self.steps <= self.warmup else self.outer, mixing) and self._network.rank == 0:
+        if not fragment.end(outer, mixing) and self._network.rank == 0:
             log.LOGGER.warning(
                 "step %d: a parameter or buffer is Inf or NaN on some rank; all ranks go on from the last exchange",
                 self.steps,
             )
         if not mixing:
             fragment.agreed = self.steps
+        self._note_versions()
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -391,6 +443,9 @@ class LocalSteps:
         """Return this rank's state: steps, model, both optimizers, anchors, residuals, and exchanges in flight.
 
         It waits for exchanges in flight, and contains their results. Ranks differ, so save one file per rank.
+
+        Raises:
+            TypeError: an optimizer has a value that :meth:`load` would refuse, because it could run code.
         """
         in_flight = {}
         for number, fragment in enumerate(self.fragments):
@@ -405,10 +460,10 @@ class LocalSteps:
             "steps": self.steps,
             "agreed": [fragment.agreed for fragment in self.fragments],
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": _plain(self.optimizer.state_dict(), "optimizer"),
             "anchors": {n: anchor.detach() for f in self.fragments for n, anchor in f.anchors.items()},
             "buffers": self._buffers.anchors,
-            "outer": self.outer.state_dict(),
+            "outer": _plain(self.outer.state_dict(), "outer"),
             "in_flight": in_flight,
             "compressors": [compressor.state_dict() for compressor in self.compressors],
         }
@@ -445,6 +500,8 @@ class LocalSteps:
                     fragment.buffers.values = {n: each.to(anchors[n].device) for n, each in result["buffers"].items()}
                 fragment.pending = Future()
                 fragment.pending.set_result(None)
+        self._changed = False
+        self._note_versions()
 
     def save(self, folder: str | Path) -> None:
         """Write the state of this rank into a folder of this step. Call it on every rank, after the same step.
@@ -508,6 +565,23 @@ class LocalSteps:
             self._buffers.pull()
 
 
+def _plain(value: Any, key: str) -> Any:
+    """Return the state of an optimizer with NumPy's numbers as Python's, so that ``torch.load`` accepts the file.
+
+    Raises:
+        TypeError: there is an object that it does not accept. The message has its key.
+    """
+    if isinstance(value, Mapping):
+        return {name: _plain(each, f"{key}[{name!r}]") for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_plain(each, f"{key}[{number}]") for number, each in enumerate(value)])
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if not isinstance(value, torch.Tensor | torch.dtype | torch.device) and type(value) not in PLAIN:
+        raise TypeError(f"{key} is {value!r:.60}, of {type(value)}: it cannot be saved; give a number, text or tensor")
+    return value
+
+
 class _Network:
     """What differs between torch.distributed and Horovod."""
 
@@ -542,6 +616,21 @@ class _Network:
         from hvdcompress.ddp import Compressor
 
         return Compressor(plan, parameters.items(), process_group=self.group)
+
+    def any(self, flag: bool, like: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether the flag is set on some rank; collective.
+
+        Args:
+            flag: this rank's flag.
+            like: tensors on the device of the collectives.
+        """
+        tensor = torch.tensor(int(flag), device=next(iter(like.values())).device)
+        if self.is_horovod:
+            import horovod.torch as hvd
+
+            return bool(hvd.allreduce(tensor, op=hvd.Max, name="hvdcompress.local_steps", process_set=self.group))
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=self.group)
+        return bool(tensor)
 
     @torch.no_grad()
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -168,6 +170,67 @@ def test_training_continues_from_saved_state_to_the_bit(driver, every, saved, en
     driver.meet()
     got, _ = trained(driver, every, range(saved + 1, end), folder, **settings)
     assert_equal(got, want)
+
+
+def test_whatever_is_saved_can_be_loaded(driver):
+    """A schedule is often a NumPy array. An object that would not be loaded is refused at saving, by its key."""
+    training, folder = Training(driver), FOLDER / "numpy"
+    with training.local_steps(2, method="none", outer={"lr": np.float64(0.7), "momentum": np.float32(0.9)}) as local:
+        group = training.optimizer.param_groups[0]
+        group["lr"], group["schedule"] = np.linspace(0.1, 0.01, 4)[1], [np.float32(1.0), (np.int64(2), True)]
+        training.run(range(3), lambda step: local.step())
+        local.save(folder)
+        driver.meet()
+        local.load(folder)
+        assert group["lr"] == 0.07 and group["schedule"] == [1.0, (2, True)]
+        training.optimizer.param_groups[0]["why"] = Training
+        driver.must_raise(TypeError, ["optimizer['param_groups'][0]['why']", "Training"], lambda: local.save(folder))
+
+
+@pytest.mark.parametrize("change", ["load_state_dict", "copy_", "on rank 1"])
+def test_exchange_after_a_change_of_the_weights_averages_them(driver, change):
+    """Without the outer optimizer, to which loaded weights would be progress. Afterwards it is used again."""
+    training, every = Training(driver), 4
+    weights = list(training.model.parameters())
+    before = copy.deepcopy(training.model.state_dict())
+    with training.local_steps(every, **SETTINGS) as local:
+        for number in range(2):  # after some steps, and between two exchanges
+            training.run(range(every * number + number), lambda step: local.step())
+            if change == "load_state_dict":
+                training.model.load_state_dict(before)
+            elif change != "on rank 1" or driver.rank == 1:
+                with torch.no_grad():
+                    for each in weights:
+                        each.copy_(each + 3.0)
+            own = None
+            for _ in range(2 * every):
+                training.run(range(1), lambda step: None)
+                own = torch.nn.utils.parameters_to_vector(weights)
+                if local.step():
+                    break
+            mean = sum(driver.gather(own)) / driver.world_size
+            torch.testing.assert_close(torch.nn.utils.parameters_to_vector(weights), mean, rtol=1e-5, atol=1e-6)
+            assert_same_on_all_ranks(driver, training.model.state_dict())
+
+
+def test_weights_that_are_swapped_and_restored_change_nothing(driver):
+    """As for an evaluation of averaged weights, after ``synchronize()``."""
+    results = []
+    for swaps in (True, False):
+        training = Training(driver)
+        weights = list(training.model.parameters())
+        with training.local_steps(3, **SETTINGS) as local, torch.no_grad():
+            for step in range(8):
+                with torch.enable_grad():
+                    training.run(range(step, step + 1), lambda step: local.step())
+                if step == 4:
+                    local.synchronize()
+                    kept = [each.clone() for each in weights]
+                    for each, own in zip(weights, kept, strict=True) if swaps else ():
+                        each.zero_()
+                        each.copy_(own)
+            results.append(training.model.state_dict())
+    assert_equal(*results)
 
 
 def test_checkpoint_is_written_in_the_warm_up(driver):
