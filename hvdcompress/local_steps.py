@@ -663,7 +663,7 @@ def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dic
 
 def _steps(folder: Path) -> list[int]:
     """Return the saved steps, in ascending order."""
-    return sorted(_step_of(path) for path in folder.glob("step-*"))
+    return sorted(_step_of(path) for path in folder.glob("step-*") if path.is_dir())
 
 
 def _step_of(place: Path) -> int:

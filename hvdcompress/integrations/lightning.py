@@ -190,11 +190,11 @@ class LocalStepsDDP(_RankFiles):
 
     def _save(self, folder: Path) -> None:
         if self.local:
-            rank_files.save_local_steps(self.local, folder)
+            rank_files.save(self.local, folder)
 
     def _load(self, folder: Path) -> None:
         if self.local:
-            self.local.load(folder)
+            rank_files.load(self.local, folder)
 
 
 def folder_of(filepath: str | Path) -> Path:

@@ -12,37 +12,38 @@ from hvdcompress.local_steps import LocalSteps
 NAME = "hvdcompress"  #: name of the folder, inside of a checkpoint that is a folder itself
 
 
-def save(compressor: Compressor, folder: Path) -> None:
+def save(state: Compressor | LocalSteps, folder: Path) -> None:
     """Write this rank's state to the folder; call it on every rank.
 
-    Files of an earlier run with another number of ranks are removed.
+    Files of an earlier run, with another number of ranks or of the other kind, are removed.
     """
-    own = compressor.save(folder)
-    world_size = own.stem.rsplit("-", 1)[1]
-    for path in folder.glob("*rank-*-of-*.safetensors"):
-        if path.stem.rsplit("-", 1)[1] != world_size:
+    state.save(folder)
+    is_local = isinstance(state, LocalSteps)
+    own = f"step-{state.steps}" if is_local else f"*-of-{state.local.world_size}.safetensors"  # type: ignore[union-attr]
+    for path in {*folder.glob("step-*"), *folder.glob("*rank-*-of-*.safetensors")}:
+        if path.match(own):
+            continue
+        if path.is_dir():
+            remove(path)
+        else:
             path.unlink(missing_ok=True)  # another rank may have removed it already
 
 
-def load(compressor: Compressor, folder: Path) -> None:
-    """Read this rank's state from the folder; warn if the checkpoint comes from a run without compression.
+def load(state: Compressor | LocalSteps, folder: Path) -> None:
+    """Read this rank's state from the folder; warn if the checkpoint comes from a run of another kind.
 
     Raises:
         FileNotFoundError: the files of some ranks are missing.
         ValueError: a file is damaged, or belongs to another model.
     """
-    if folder.is_dir():
-        compressor.load(folder)
-    else:
-        warnings.warn(f"the checkpoint has no folder {folder}: residuals start at zero", stacklevel=2)
-
-
-def save_local_steps(local: LocalSteps, folder: Path) -> None:
-    """Write this rank's state of local steps to the folder, on every rank. Those of an earlier run are removed."""
-    local.save(folder)
-    for path in folder.glob("step-*"):
-        if path.name != f"step-{local.steps}":
-            shutil.rmtree(path, ignore_errors=True)  # another rank may remove it, too
+    try:
+        state.load(folder)
+    except FileNotFoundError:
+        is_local = isinstance(state, LocalSteps)
+        if any(path.is_dir() == is_local for path in folder.glob("step-*")):
+            raise
+        what = "local steps: they begin with the weights" if is_local else "compression: residuals start at zero"
+        warnings.warn(f"the checkpoint has no state in {folder} of {what}", stacklevel=2)
 
 
 def remove(folder: Path) -> None:

@@ -129,7 +129,7 @@ class LocalStepsCallback(TrainerCallback):
             model = trainer.model_wrapped.module
             self.local = LocalSteps(model, trainer.optimizer, every=self.every, **self.settings)
         if state.global_step:
-            self.local.load(_folder(self.resume_from or _checkpoint(args, state)))
+            rank_files.load(self.local, _folder(self.resume_from or _checkpoint(args, state)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Exchange parameters if they are due, or needed now."""
@@ -148,7 +148,7 @@ class LocalStepsCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Write this rank's state into the checkpoint, unless it contains only the model."""
         if self.local and not args.save_only_model:
-            rank_files.save_local_steps(self.local, _folder(_checkpoint(args, state)))
+            rank_files.save(self.local, _folder(_checkpoint(args, state)))
 
 
 def _refuse_one_process(args: Any) -> None:

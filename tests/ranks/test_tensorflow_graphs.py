@@ -233,7 +233,7 @@ def test_retraces_and_other_functions_share_one_state(driver):
             got = handle.reduce(everyone[driver.rank])
         assert_reduced(driver, got, net, everyone, number)
     assert len(traces) == 2
-    assert sorted(comp.state_dict()["steps"]) == list("01234")
+    assert sorted(comp.state_dict()["steps"]) == list("0123")
     assert comp.residual("0").shape == SHAPES["a"] and comp.residual("0").any()
     words, other = ["another model", "one Compressor for each"], TensorFlowHandle(comp, SHAPES)
     driver.must_raise(ValueError, words, lambda: other.reduce(driver.gradients(1, SHAPES)), same=False)

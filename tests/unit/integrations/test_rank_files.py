@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import hvdcompress  # noqa: E402
 from hvdcompress import ddp  # noqa: E402
 from hvdcompress.integrations import rank_files  # noqa: E402
+from hvdcompress.local_steps import LocalSteps  # noqa: E402
 
 
 @pytest.fixture
@@ -46,6 +47,23 @@ def test_residuals_are_saved_loaded_and_removed(compressor: ddp.Compressor, tmp_
     assert not folder.exists()
     with pytest.warns(UserWarning, match="residuals start at zero"):
         rank_files.load(compressor, folder)
+
+
+def test_states_of_other_kinds_of_runs(compressor: ddp.Compressor, tmp_path: Path) -> None:
+    """A plain run's checkpoint has no folder. A run of the other kind continues without its state, and replaces it."""
+    layer = torch.nn.Linear(40, 40)
+    with LocalSteps(layer, torch.optim.SGD(layer.parameters(), lr=0.1), every=2) as local:
+        for loads, words in ((compressor, "residuals start at zero"), (local, "they begin with the weights")):
+            with pytest.warns(UserWarning, match=words):
+                rank_files.load(loads, tmp_path)
+        for saves, loads, words in ((compressor, local, "they begin"), (local, compressor, "residuals start")):
+            rank_files.save(saves, tmp_path)
+            rank_files.load(saves, tmp_path)
+            with pytest.warns(UserWarning, match=words):
+                rank_files.load(loads, tmp_path)
+        next((tmp_path / "step-0").glob("rank-*.pt")).unlink()
+        with pytest.raises(FileNotFoundError, match="all ranks"):
+            rank_files.load(local, tmp_path)
 
 
 @pytest.mark.slow
