@@ -290,7 +290,7 @@ def _known_values(name: str) -> str:
 
 
 Number = BeforeValidator(_not_bool)
-Density = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: kept elements / all elements
+Density = Annotated[float, Number, Field(gt=0.0, ge=1e-12, le=1.0)]  #: kept elements / all elements; one at least
 Fraction = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: a number in (0, 1]
 Momentum = Annotated[float, Number, Field(ge=0.0, lt=1.0)]  #: a number in [0, 1)
 Count = Annotated[int, Number, Field(ge=1)]  #: a positive integer

@@ -267,11 +267,14 @@ class Exchange:
         began = time.perf_counter()
         if adapt and self._has_momentum():
             self._adapter = Adapter(setup, self.reduced)
-        if setup.bucket.spec.dtype == "float16" and setup.with_feedback:
-            # A residual adds up several steps, so a result can exceed the float16 range although no gradient does
+        share = setup.scale / (factor * self._averaged * setup.group.world_size)
+        # A residual adds up several steps, and a lossy method may round up, so a result can exceed the range of float16
+        # although no gradient does. A sum can do so, too, and is then Inf
+        is_average = share > 0.999 * setup.scale and not setup.method.identity
+        if setup.bucket.spec.dtype == "float16" and (setup.with_feedback or is_average):
             results = [setup.ops.zeros(len(out), "float32", like=out) for out in self.outs]
             self._write(factor, results)
-            self._limit(results, setup.scale / (factor * self._averaged * setup.group.world_size))
+            self._limit(results, share)
         else:
             self._write(factor, self.outs)
         self.stage = Stage.DELIVERED
@@ -316,7 +319,7 @@ class Exchange:
         for index, (result, out) in enumerate(zip(results, self.outs, strict=True)):
             limited = setup.ops.scaled(result, 1.0, FP16_MAX)
             # The check would synchronise with a device, so on a device the overflow is always kept
-            if not isinstance(result, np.ndarray) or setup.ops.max_abs(result) > FP16_MAX:
+            if setup.with_feedback and (not isinstance(result, np.ndarray) or setup.ops.max_abs(result) > FP16_MAX):
                 self._overflow[index] = (result - limited) * np.float32(share).item()
             setup.ops.write(out, limited, 1.0)
 

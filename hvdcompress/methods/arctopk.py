@@ -47,17 +47,20 @@ array([ 0.,  0.,  0., -2.], dtype=float32)
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
+from pydantic import Field
 
 from hvdcompress.method import (
     AllReduce,
     Array,
     Communication,
     Context,
-    Count,
     Density,
     FeedbackName,
     Method,
+    Number,
     Reduced,
     Sparse,
     TensorSpec,
@@ -81,9 +84,9 @@ class ARCTopK(Method):
 
     density: Density = 0.01
     """Fraction of the rows that are sent, K·m / n."""
-    row: Count = 128
+    row: Annotated[int, Number, Field(ge=1, le=2**20)] = 128
     """Elements of a row, m."""
-    sketch: Count = 1
+    sketch: Annotated[int, Number, Field(ge=1, le=2**10)] = 1
     """Numbers of the sketch per row, r."""
     values: Values = "fp32"
     """Number format of the rows' values; the sketch is float32."""

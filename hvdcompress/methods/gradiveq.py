@@ -150,7 +150,7 @@ class GradiVeQ(Method):
     requires, within ``min_rate``."""
     min_rate: Annotated[float, Number, Field(ge=1.0)] = 8.0
     """Minimum number of elements per value sent: without ``matrix_rank``, d is at most slice/``min_rate``."""
-    dense_steps: Annotated[int, Number, Field(ge=2)] = 100
+    dense_steps: Annotated[int, Number, Field(ge=2, le=10_000)] = 100
     """Lt, the number of dense steps in which the basis is trained."""
     compressed_steps: Count = 400
     """Lc, the number of compressed steps that follow."""

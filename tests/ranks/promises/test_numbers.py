@@ -56,6 +56,15 @@ def test_float16_loses_nothing_that_has_waited_in_residuals(driver):
 
 
 @pytest.mark.also("three ranks")
+def test_average_of_float16_gradients_stays_within_its_range(driver):
+    """The method rounds 60000 up to 65536, which is Inf in float16: every step would be skipped."""
+    shapes = {"w": (30, 40)}
+    handle = driver.make("natural", {"min_elements": 1}, shapes, dtype="float16")
+    got = handle.reduce({"w": np.full(shapes["w"], 60000.0, np.float16)})["w"].astype(np.float32)
+    assert np.isfinite(got).all() and got.max() == 65504 and abs(got.mean() - 60000) < 2000
+    handle.close()
+
+
 def test_odd_shapes(driver):
     """No elements, no dimensions, a prime number of elements."""
     for method in ("none", "topk", "qsgd", "scalecom", "fft", "powersgd", "oktopk")[: 4 if driver.expensive else None]:

@@ -58,6 +58,9 @@ def test_every_file_in_methods_is_a_method_and_its_name_the_id() -> None:
         *(("powersgd", given, []) for given in ({"matrix_rank": 0}, {"matrix_rank": True}, {"values": "fp8"})),
         *(("fft", given, []) for given in ({"block": 3}, {"block": -4}, {"density": 0}, {"recovery": 0.5})),
         ("fft", {"tolerance": -1}, []),
+        *((id, {"density": 1e-300}, []) for id in ("topk", "gaussiank")),  # nothing could be selected by a threshold
+        *(("arctopk", given, []) for given in ({"row": 10**9}, {"sketch": 10**9}, {"row": 0})),  # memory
+        ("gradiveq", {"dense_steps": 10**9}, []),
         *(
             ("gradiveq", given, [])
             for given in (
