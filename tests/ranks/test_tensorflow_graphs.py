@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from hvdcompress.horovod.tensorflow import Compressor
-from tests.ranks.checks import assert_close, summed
+from tests.ranks.checks import FOLDER, assert_close, summed
 from tests.ranks.drivers.tensorflow import TensorFlowDriver, TensorFlowHandle, with_gradient
 from tests.ranks.promises.test_failures import Faulty
 from tests.ranks.reduced import assert_reduced
@@ -237,6 +237,37 @@ def test_retraces_and_other_functions_share_one_state(driver):
     assert comp.residual("0").shape == SHAPES["a"] and comp.residual("0").any()
     words, other = ["another model", "one Compressor for each"], TensorFlowHandle(comp, SHAPES)
     driver.must_raise(ValueError, words, lambda: other.reduce(driver.gradients(1, SHAPES)), same=False)
+
+
+def test_model_is_exported_after_training_steps(driver):
+    """A SavedModel contains all traced functions of its object, also the training step."""
+
+    class Model(tf.Module):
+        def __init__(self):
+            self.w = tf.Variable(tf.ones((40, 30)))
+            self.b = tf.Variable(tf.ones((30,)))  # Horovod reduces it itself
+
+        @tf.function
+        def __call__(self, x):
+            return x @ self.w + self.b
+
+        @tf.function
+        def step(self, x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(self(x) ** 2)
+            tape = hvd.DistributedGradientTape(tape, compression=comp)
+            return tape.gradient(loss, [self.w, self.b])
+
+    comp, model = Compressor("topk", density=0.1, min_elements=100), Model()
+    before = model.step(tf.ones((2, 40)))
+    folder = str(FOLDER / f"exported-{driver.rank}")
+    model(tf.ones((2, 40)))
+    tf.saved_model.save(model, folder)
+    loaded = tf.saved_model.load(folder)
+    np.testing.assert_allclose(loaded(tf.ones((2, 40))), model(tf.ones((2, 40))))
+    after = model.step(tf.ones((2, 40)))
+    assert comp.state_dict()["steps"] == {"0": 2, "1": 2}
+    np.testing.assert_allclose(after[1], before[1])
 
 
 @pytest.mark.also("gloo")

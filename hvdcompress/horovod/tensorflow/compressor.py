@@ -194,14 +194,14 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         self._compare_plans_once()
         if traced.exchanged and self._passes(bucket):
             traced.passing.append(bucket)
-            return tensor, self._counter(bucket.spec.name)
+            return tensor, self._counter(bucket.spec.name, traced)
         passing = () if traced.exchanged else traced.passing
         traced.exchanged.append(bucket.spec.name)
         flat = tf.reshape(tensor, [-1])
         dtype = _graph_dtype(bucket)
         flat = flat if flat.dtype == dtype else tf.cast(flat, dtype)
         piggyback = self._piggyback(bucket)
-        ended = tf.raw_ops.ReadVariableOp(resource=self._counter(bucket.spec.name), dtype=tf.int64)
+        ended = tf.raw_ops.ReadVariableOp(resource=self._counter(bucket.spec.name, traced), dtype=tf.int64)
         segments = self._segments
         chains: list[tuple[Round, ...]] = [()] if piggyback is not None else self._chains(bucket)
         # With one chain, the first segment also returns the first payload: a segment costs a call into Python
@@ -253,7 +253,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             return reduced
 
         out = _segment(finish, [output, ctx.done, ctx.rate], _graph_dtype(bucket))
-        _count(self._exchange_counts[bucket.spec.name], out)
+        _count(self._counter(bucket.spec.name, traced), out)
         return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
 
     # -- the graph -------------------------------------------------------------------------------------
@@ -351,13 +351,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     def _note_name(self, tensor: tf.Tensor) -> tuple[str, Traced]:
         """Return the name of a gradient, and the tensors that were traced in the same outermost graph."""
-        graph = tf.compat.v1.get_default_graph()
-        outermost = None
-        graphs = []
-        while getattr(graph, "outer_graph", None) is not None:  # conditionals and nested functions have inner graphs
-            graphs.append(graph)
-            outermost = graph
-            graph = graph.outer_graph
+        graphs = _graphs()
+        outermost = graphs[-1] if graphs else None
         if outermost is not None and outermost not in self._traced:
             self._refuse_another_model(graphs)
         traced = Traced() if outermost is None else self._traced.setdefault(outermost, Traced())
@@ -393,15 +388,26 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             'compressor.naming("layer1/kernel"):` around each hvd.allreduce'
         )
 
-    def _counter(self, name: str) -> tf.Tensor:
+    def _counter(self, name: str, traced: Traced) -> tf.Tensor:
         """Return the variable that counts a tensor's completed exchanges."""
+
+        def handle() -> tf.Tensor:
+            # A raw resource, because a tf.function may create a tf.Variable only in its first trace
+            with tf.device("CPU:0"):
+                return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name=f"{self.prefix}.{name}")
+
         if name not in self._exchange_counts:
-            with tf.init_scope(), tf.device("CPU:0"):
-                # A raw resource, because a tf.function may create a tf.Variable only in its first trace
-                counter = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name=f"{self.prefix}.{name}")
-                tf.raw_ops.AssignVariableOp(resource=counter, value=tf.constant(0, tf.int64))
-                self._exchange_counts[name] = counter
-        return self._exchange_counts[name]
+            with tf.init_scope():
+                self._exchange_counts[name] = handle()
+                tf.raw_ops.AssignVariableOp(resource=self._exchange_counts[name], value=tf.constant(0, tf.int64))
+        graph = _graphs()[-1:]
+        if not graph:
+            return self._exchange_counts[name]
+        # A graph that captured the resource could not be exported: no object of the model owns it
+        if name not in traced.handles:
+            with graph[0].as_default(), tf.control_dependencies(None):
+                traced.handles[name] = handle().name
+        return graph[0].get_tensor_by_name(traced.handles[name])
 
     def _refuse_another_model(self, graphs: Sequence[Any]) -> None:
         """Raise ValueError for a graph without any variable of the earlier graphs.
@@ -555,6 +561,16 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             ValueError: see :meth:`load_state_dict`.
         """
         self.load_state_dict(checkpoint.from_bytes(string_value))
+
+
+def _graphs() -> list[Any]:
+    """Return the graphs that are being traced, outermost last. Conditionals and nested functions have inner ones."""
+    graph = tf.compat.v1.get_default_graph()
+    found = []
+    while getattr(graph, "outer_graph", None) is not None:
+        found.append(graph)
+        graph = graph.outer_graph
+    return found
 
 
 def _graph_dtype(bucket: Bucket) -> tf.DType:

@@ -71,6 +71,7 @@ class Traced:
             its exchange tells the engine about the others.
         ordinals: number of gradients with neither a variable nor a name, which are known by their ordinal.
         ended: how many exchanges of each tensor have ended in this graph, including failed ones.
+        handles: names of the graph's handles of the variables that count exchanges, by tensor.
     """
 
     def __init__(self) -> None:
@@ -78,6 +79,7 @@ class Traced:
         self.passing: list[Bucket] = []
         self.ordinals = 0
         self.ended: Counter[str] = Counter()
+        self.handles: dict[str, str] = {}
 
 
 class Segments:
