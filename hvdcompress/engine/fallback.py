@@ -10,14 +10,13 @@ The residual of a tensor without a gradient waits for the next one, for at most 
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from hvdcompress.method import AllReduce, Array, Communication, Context, Reduced, Workspace
+from hvdcompress.method import AllReduce, Array, Communication, Context, FeedbackName, Reduced, Workspace
 from hvdcompress.methods.none import Dense
 from hvdcompress.parts import feedback
 
@@ -48,9 +47,11 @@ class Flush(Dense):
     """Sums gradients without compression, together with a part of the residual.
 
     Attributes:
+        feedback: "lowpass", with the ``beta`` of the method that left the residual; see ``parts/feedback.py``.
         share: the part of the residual that is sent.
     """
 
+    feedback: FeedbackName = "lowpass"
     share: float = 1.0
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
@@ -60,12 +61,6 @@ class Flush(Dense):
         work.ops.subtract(sent, state[feedback.RESIDUAL], 1.0 - self.share / self.beta)
         total = yield AllReduce(sent)
         return Reduced(total=total, own=sent)
-
-
-@functools.cache
-def flush(share: float, beta: float) -> Flush:
-    """Return the method that sends this share of the residual of a method with this low-pass factor."""
-    return Flush(share=share, feedback="lowpass", beta=beta)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
-from hvdcompress.engine.fallback import PATIENCE, Fallback, Verdict, flush
+from hvdcompress.engine.fallback import PATIENCE, Fallback, Flush, Verdict
 from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.saving import origin, snapshot
@@ -165,8 +165,9 @@ class RankState:
             return NextStep(bucket, state, UNCOMPRESSED, 0, restart)
         method = bucket.program.at(step)
         if self.fallback.verdict is Verdict.FLUSH and method.feedback != "none":
-            is_flushed = state is not None and state.flushed
-            method = UNCOMPRESSED if is_flushed else flush(self.fallback.share, feedback.beta(method))
+            if state and state.flushed:
+                return NextStep(bucket, state, UNCOMPRESSED, 0, restart)
+            method = Flush(share=self.fallback.share, beta=feedback.beta(method))
             return NextStep(bucket, state, method, 0, restart)
         phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
         return NextStep(bucket, state, method, phase, restart)

@@ -55,7 +55,7 @@ def test_silent_peers_delay_nobody_and_are_dropped(server: peers.AnswerServer) -
     silent = [connect(server) for _ in range(20)]
     began = time.monotonic()
     assert peers.query(server.endpoint, {"number": 3}) == {"number": 3}
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10  # one after another, they would take 20 times MESSAGE_TIMEOUT
     for line in silent:
         with line:
             received(line)
