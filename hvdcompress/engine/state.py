@@ -259,9 +259,10 @@ class RankState:
             state: the state before the step.
             unused: names of the tensors whose results no rank uses.
             puts_back: whether the range of float16 has put a part of the results back into the residuals. With two
-                levels, the other ranks of the node do not know, so it does not count.
+                levels, the other ranks of the node do not know, so float16 gradients always wait.
         """
-        waits = puts_back and not self.nodes or any(member.name in unused for member in state.bucket.members)
+        waits = state.bucket.spec.dtype == "float16" if self.nodes else puts_back
+        waits |= any(member.name in unused for member in state.bucket.members)
         return state.flushed or (self.fallback.flushes_all and not waits)
 
     def end_flush(self) -> bool:
