@@ -274,8 +274,10 @@ class LocalSteps:
                     "local steps: residuals act as momentum, and the outer optimizer adds its own, so training may "
                     "diverge; use outer=None, or a method without error feedback, such as qsgd"
                 )
-        # Weights that the program has changed since the last step, e.g. by loading them, are no progress of training
+        # Weights that the program has changed since the last step, e.g. by loading them, are no progress of training.
+        # An embedding with max_norm changes its weight in the forward pass
         self._changed = False
+        self._renormed = {id(each.weight) for each in model.modules() if getattr(each, "max_norm", None) is not None}
         self._versions = self._versions_now()
         myself = weakref.ref(self)
         inner = unwrapped(optimizer)
@@ -365,7 +367,8 @@ class LocalSteps:
 
     def _versions_now(self) -> list[int]:
         """Return PyTorch's counts of in-place changes of the parameters."""
-        return [each._version for fragment in self.fragments for each in fragment.parameters.values()]
+        trained = [each for fragment in self.fragments for each in fragment.parameters.values()]
+        return [each._version for each in trained if id(each) not in self._renormed]
 
     def _note_versions(self) -> None:
         """Take all changes of the parameters so far for training."""
@@ -384,6 +387,12 @@ class LocalSteps:
         """Average all parameters if some rank's were changed by the program. Return whether they were; collective."""
         with self.fragments[0].compressor.watchdog.rendezvous("every rank's exchange"):
             changed = self._network.any(self._changed, self.fragments[0].anchors)
+        if changed and self._network.rank == 0:
+            log.LOGGER.warning(
+                "step %d: the program has changed the weights of some rank after local.step(), such as by loading "
+                "them; this exchange averages them uncompressed, without the outer optimizer",
+                self.steps,
+            )
         for fragment in self.fragments if changed else ():
             if fragment.pending:  # a result for the earlier parameters
                 fragment.pending.result()
@@ -623,13 +632,21 @@ class _Network:
         Args:
             flag: this rank's flag.
             like: tensors on the device of the collectives.
+
+        Raises:
+            PeerLost: the process group has failed. Under Horovod, HorovodInternalError.
         """
         tensor = torch.tensor(int(flag), device=next(iter(like.values())).device)
         if self.is_horovod:
             import horovod.torch as hvd
 
             return bool(hvd.allreduce(tensor, op=hvd.Max, name="hvdcompress.local_steps", process_set=self.group))
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=self.group)
+        from hvdcompress.ddp.transport import peer_lost
+
+        try:
+            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=self.group)
+        except RuntimeError as error:
+            raise peer_lost(self.rank, error) from error
         return bool(tensor)
 
     @torch.no_grad()

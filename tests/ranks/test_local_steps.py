@@ -213,6 +213,21 @@ def test_exchange_after_a_change_of_the_weights_averages_them(driver, change):
             assert_same_on_all_ranks(driver, training.model.state_dict())
 
 
+def test_embedding_that_renormalizes_its_weight_is_trained_as_others(driver):
+    """It does so in place, in the forward pass."""
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(30, 20, max_norm=0.5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalSteps(model, sgd, every=2, method="topk", density=0.1, min_elements=10) as local, logged() as lines:
+        for _ in range(4):
+            sgd.zero_grad()
+            model(torch.randint(0, 30, (16,))).sum().backward()
+            sgd.step()
+            local.step()
+    assert local.compressors[0].ledger.compression_ratio() > 4
+    assert not any("changed the weights" in each for each in lines)
+
+
 def test_weights_that_are_swapped_and_restored_change_nothing(driver):
     """As for an evaluation of averaged weights, after ``synchronize()``."""
     results = []
