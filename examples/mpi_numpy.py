@@ -9,7 +9,6 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdcompress.mpi import Compressor
-from hvdcompress.optimizers import SGD
 
 comm = MPI.COMM_WORLD
 rng = np.random.default_rng(comm.rank)  # every rank has its own data
@@ -17,7 +16,7 @@ truth = np.random.default_rng(99).normal(size=1024).astype(np.float32)
 x = rng.normal(size=(2048, 1024)).astype(np.float32)
 y = x @ truth
 
-compressor = Compressor("scalecom", comm, density=0.05, optimizer=SGD(momentum=0.0))  # plain gradient descent
+compressor = Compressor("scalecom", comm, density=0.05, optimizer_momentum="keep")  # plain gradient descent has none
 weights = np.zeros_like(truth)
 for _step in range(300):
     gradient = x.T @ (x @ weights - y) / len(y)

@@ -11,7 +11,6 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 from hvdcompress.horovod.tensorflow import Compressor
-from hvdcompress.optimizers import SGD
 
 hvd.init()
 keras.utils.set_random_seed(0)
@@ -24,8 +23,8 @@ train = tf.range(len(labels)) % 5 != 0
 model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256, activation="relu"), keras.layers.Dense(10)])
 weights = [variable.value for variable in model.trainable_variables]
 speeds = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
-# outside of the step, because it holds the residuals; SGD describes the update below
-compressor = Compressor("scalecom", density=0.01, optimizer=SGD(momentum=0.9))
+names = [str(number) for number in range(len(weights))]
+compressor = Compressor("scalecom", density=0.01, names=names)  # outside of the step, because it holds the residuals
 
 
 @tf.function
@@ -33,9 +32,12 @@ def step(x, y):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x)))
     tape = hvd.DistributedGradientTape(tape, compression=compressor)
-    for weight, speed, gradient in zip(weights, speeds, tape.gradient(loss, weights), strict=True):
-        speed.assign(0.9 * speed + gradient)
-        weight.assign_sub(0.1 * speed)
+    gradients = dict(zip(names, tape.gradient(loss, weights), strict=True))
+    # gradients that waited in residuals act as momentum, so this momentum is adapted to them
+    with compressor.adapted(dict(zip(names, speeds, strict=True)), gradients, momentum=0.9):
+        for weight, speed, gradient in zip(weights, speeds, gradients.values(), strict=True):
+            speed.assign(0.9 * speed + gradient)
+            weight.assign_sub(0.1 * speed)
     return loss
 
 

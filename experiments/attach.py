@@ -65,7 +65,7 @@ def over_ddp(net: torch.nn.Module, optimizer: torch.optim.Optimizer | None, how:
 
     Args:
         net: ranks have the same values of its parameters.
-        optimizer: of the net, whose momentum is adapted; None where nothing is updated.
+        optimizer: of the net; None where nothing is updated.
         how: what exchanges gradients.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
@@ -78,7 +78,7 @@ def over_ddp(net: torch.nn.Module, optimizer: torch.optim.Optimizer | None, how:
     options: dict[str, Any] = {"bucket_cap_mb": ONE_BUCKET} if powersgd and on_cpu else {}
     model = DistributedDataParallel(net, broadcast_buffers=False, init_sync=False, **options)
     if not isinstance(how, str):
-        return Attached(model, optimizer, ddp.attach(model, how, optimizer=optimizer))
+        return Attached(model, optimizer, ddp.attach(model, how))
     if powersgd:
         rank = int(how.removeprefix(POWERSGD))
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)

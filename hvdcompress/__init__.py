@@ -9,19 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvdcompress.optimizers import without_momentum
     from hvdcompress.plan import Plan, load
     from hvdcompress.registry import available, get
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "available", "get", "load", "without_momentum", "__version__"]
+__all__ = ["Plan", "available", "get", "load", "__version__"]
 
 _MODULE_OF = {
     "Plan": "plan",
     "available": "registry",
     "get": "registry",
     "load": "plan",
-    "without_momentum": "optimizers",
 }
 
 

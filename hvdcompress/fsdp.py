@@ -19,7 +19,7 @@ module's name. A flat vector has no rows and columns, so methods that need matri
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
-from hvdcompress._torch.optimizers import Optimizers, trains
+from hvdcompress._torch.optimizers import Waiting, trains
 from hvdcompress.ddp.transport import ProcessGroupTransport, connect
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
@@ -66,9 +66,6 @@ class Compressor(TensorCompressor):
         replicas: the process group of the ranks that hold the same shard.
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it, such as
             ``scaler.get_scale``.
-        optimizer: the optimizer, or several. Its momentum is adapted where error feedback delays gradients. Without
-            this argument, an optimizer is found when it takes its first step. "auto" sets beta1 of Adam and its
-            relatives to 0.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys.
 
@@ -77,8 +74,8 @@ class Compressor(TensorCompressor):
         ledger: bytes and seconds so far, on this rank, between replicas; ``steps`` counts exchanged vectors.
 
     Raises:
-        ValueError: the plan is wrong, or has ``bucket_elements``, ``clip_norm``, ``verify_every`` or
-            ``cosine_every`` or ``nodes``, which FSDP does not support.
+        ValueError: the plan is wrong, or has ``bucket_elements``, ``verify_every``, ``cosine_every``
+            or ``nodes``, which FSDP does not support.
     """
 
     driver = "FSDP"
@@ -92,7 +89,6 @@ class Compressor(TensorCompressor):
         replicas: Any,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
-        optimizer: Optimizers | None = None,
         ops: str = "auto",
         **settings: Any,
     ):
@@ -105,8 +101,6 @@ class Compressor(TensorCompressor):
             raise ValueError(f"nodes must be 0: {ONE_STEP_PER_MODULE}; HSDP has two levels of its own")
         if plan.bucket_elements:
             raise ValueError(f"bucket_elements must be 0: {ONE_STEP_PER_MODULE}")
-        if plan.clip_norm is not None:
-            raise ValueError(f"clip_norm must be null: {ONE_STEP_PER_MODULE}")
         rank = dist.get_rank(replicas)
         world_size = dist.get_world_size(replicas)
         super().__init__(plan, rank, world_size, shard.vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
@@ -116,20 +110,21 @@ class Compressor(TensorCompressor):
         self._step: Step | None = None  # the open step; None between steps
         self._waiting: dict[str, torch.Tensor] = {}  # by module: sums of gradients that are accumulated, not reduced
         self._trained = {id(parameter) for members in shard.parameters.values() for parameter in members}
-        if optimizer is not None:
-            self.use_optimizer(optimizer)
 
-    def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        return self.shard.parameters
+    def _parts(self, name: str) -> Iterable[tuple[torch.nn.Parameter, int, int]]:
+        start = 0
+        for parameter in self.shard.parameters[name]:
+            yield parameter, start, start + parameter.to_local().numel()  # type: ignore[attr-defined]
+            start += _elements(parameter)
 
-    def notice(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at an optimizer that is about to take a step; see :meth:`TensorCompressor.notice`.
+    def waiting(self, optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
+        """Return what has waited of each parameter of an optimizer; see :meth:`TensorCompressor.waiting`.
 
         A training step has one engine step per module. The optimizer's step marks its end.
         """
-        super().notice(optimizer)
         if trains(optimizer, self._trained):
             self.local.end_round()
+        return super().waiting(optimizer)
 
     def close(self) -> None:
         """Free the Compressor's process group. Call it between steps."""
@@ -237,7 +232,7 @@ def attach(
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. The plan's rules
             match the names of the modules that were given to ``fully_shard``.
         replicas: the ranks that hold the same shard: a one-dimensional device mesh, or a process group.
-        settings: ``optimizer``, ``loss_scale``, ``ops``, hyper-parameters and plan keys; see :class:`Compressor`.
+        settings: ``loss_scale``, ``ops``, hyper-parameters and plan keys; see :class:`Compressor`.
 
     Returns:
         The Compressor.

@@ -41,6 +41,7 @@ from hvdcompress._torch.compressor import TensorCompressor, plain_name
 from hvdcompress._torch.optimizers import unwrapped
 from hvdcompress.engine.telemetry import log
 from hvdcompress.method import Method
+from hvdcompress.parts import momentum
 from hvdcompress.plan import Plan, plan_of
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -106,6 +107,7 @@ class Fragment:
         pending: the exchange in flight; None if there is none.
         due: the step in which its result is applied.
         agreed: the step after which the parameters were equal on all ranks.
+        adapts: whether the momentum of the outer optimizer is adapted.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], offset: int):
@@ -118,6 +120,7 @@ class Fragment:
         self.pending: Future[None] | None = None
         self.due = 0
         self.agreed = 0
+        self.adapts = False
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -129,7 +132,9 @@ class Fragment:
     def exchange(self, compressed: bool) -> None:
         """Average the pseudo-gradients and the buffers over all ranks."""
         with contextlib.nullcontext() if compressed else self.compressor.paused():
-            self.compressor.allreduce(self.gradients)
+            self.compressor._allreduce(self.gradients)
+        if not self.adapts:
+            self.compressor.local.late = {}
         if self.buffers and self.buffers.compressor:
             self.buffers.compressor.allreduce(self.buffers.values)
 
@@ -267,9 +272,12 @@ class LocalSteps:
         for fragment in self.fragments:
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
             fragment.compressor.require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
+            fragment.adapts = momentum_is_set
             if momentum_is_set:
-                fragment.compressor.use_optimizer(self.outer)
-            elif fragment.compressor.ignore_optimizers() and self.outer.defaults["momentum"] and not self._network.rank:
+                continue
+            fragment.compressor.is_adapted = True  # or rather: it is kept as it is
+            fragment.compressor.local.tracks_ages = False
+            if any(map(momentum.adapts, plan.methods)) and self.outer.defaults["momentum"] and not self._network.rank:
                 log.warn_once(
                     "local steps: residuals act as momentum, and the outer optimizer adds its own, so training may "
                     "diverge; use outer=None, or a method without error feedback, such as qsgd"

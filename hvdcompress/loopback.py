@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 import hvdcompress.ops
-from hvdcompress.engine import lockstep
+from hvdcompress.engine import late, lockstep
 from hvdcompress.engine.agreement import SharedConfig, Status
 from hvdcompress.engine.arrays import plain_array
 from hvdcompress.engine.collectives import Collectives
@@ -36,7 +36,7 @@ from hvdcompress.engine.telemetry.summary import summary
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops.spec import Ops
-from hvdcompress.optimizers import SGD, momentum_reader
+from hvdcompress.parts.momentum import heavy_ball
 from hvdcompress.plan import Bucket, Grouping, Plan, Program, plan_of
 
 Op = Literal["average", "sum"]
@@ -50,7 +50,6 @@ class Loopback:
         world_size: number of ranks, 1 or more.
         loss_scale: the factor by which gradients are multiplied: a number, or a function that returns the current
             number. Residuals are kept unscaled.
-        optimizer: describes the momentum of the optimizer, which is then adapted. None: momentum is not adapted.
         ops: the array backend; by default the fastest one on the CPU. Methods get arrays of its library, such as
             tensors for ``hvdcompress.ops.torch``.
         grouping: how tensors are grouped into buckets if the plan does not say it; by default they are not.
@@ -68,7 +67,6 @@ class Loopback:
         world_size: int,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
-        optimizer: SGD | None = None,
         ops: Ops | None = None,
         grouping: Grouping | None = None,
         **settings: Any,
@@ -86,7 +84,6 @@ class Loopback:
         self.ranks = [RankState(self.plan, rank, world_size, self.ledger) for rank in range(world_size)]
         self.nodes = find_nodes(self.plan.nodes, 0, world_size, None)
         for rank in self.ranks:
-            rank.optimizer = momentum_reader(optimizer)
             rank.placement = Placement(self.nodes, rank.rank) if self.nodes else None
             rank.copy = lambda parts: lockstep.of_ops(self.ops, np.concatenate(parts))
 
@@ -182,11 +179,9 @@ class Loopback:
             step.advance_ready()  # writes the results of methods that use no collective at all
 
     def _return_results(self, steps: Sequence[NodeStep]) -> None:
-        """With two levels: clip results, and send those that had to wait for it."""
+        """With two levels: send the results from their owners to the other ranks."""
         for step in steps:
-            step.send_norm()
-        for step in steps:
-            step.send_clipped_results()
+            step.send_results()
         for step in steps:
             step.receive_results()
 
@@ -250,13 +245,21 @@ class Loopback:
         """Return a rank's figures by program, as numbers."""
         return figures(self.ranks[rank], self.ledger, self.ranks[rank].buckets())
 
-    def gradient_norm(self) -> float:
-        """Return the l2-norm of the reduced gradients of the last step, before clipping.
-
-        Raises:
-            RuntimeError: the plan has no ``clip_norm``, so norms are not measured.
-        """
-        return self.ranks[0].measured_norm()
+    @contextlib.contextmanager
+    def adapted(
+        self,
+        buffers: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
+        *,
+        momentum: float,
+        nesterov: bool = False,
+        dampening: float = 0.0,
+        rank: int = 0,
+    ) -> Iterator[None]:
+        """Context manager around an optimizer's step, as :meth:`hvdcompress.mpi.Compressor.adapted`."""
+        moment = heavy_ball(momentum, 1.0 - dampening, nesterov)
+        with late.adapted(self.ranks[rank].late.values(), buffers, gradients, moment, lambda array: array.reshape(-1)):
+            yield
 
     def residual(self, name: str, rank: int) -> np.ndarray:
         """Return a rank's residual of one tensor, in the tensor's shape; zeros if the method keeps none.
@@ -350,8 +353,7 @@ def _try(plan: Plan, specs: tuple[TensorSpec, ...], grouping: Grouping | None) -
 
 
 def _steps(plan: Plan, specs: Sequence[TensorSpec], grouping: Grouping | None, ops: Ops | None) -> None:
-    # With momentum, because adapting it has kernels of its own
-    net = Loopback(plan, world_size=2, grouping=grouping, ops=ops, optimizer=SGD(momentum=0.9))
+    net = Loopback(plan, world_size=2, grouping=grouping, ops=ops)
     for rank in net.ranks:
         rank.observers.clear()
     random = np.random.default_rng(0)

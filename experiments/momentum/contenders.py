@@ -2,8 +2,8 @@
 
 A contender is written ``METHOD[@key=value,…][:plain|:cancelled]``. The method is a name in :data:`METHODS` or
 :data:`REMEDIES`, or any method's id. ``:plain`` leaves the optimizer's momentum as it is, ``:cancelled`` cancels it,
-and without either the library's default applies. The library cannot cancel AdamW's momentum: there ``:cancelled`` sets
-beta1 to 0, and the default is ``:plain``. Three keys belong to the optimizer, the others to the method or its plan:
+and without either the library's default applies. Three keys belong to the optimizer, the others to the method or its
+plan:
 
     lr=2          multiplies the task's learning rate
     mu=0.5        another momentum of SGD or RMSprop
@@ -92,17 +92,14 @@ class Contender:
     momentum: float | None = None
     local: dict[str, Any] | None = None
 
-    def plan(self, task: Task) -> dict[str, Any]:
-        """Return the settings, with the form as ``optimizer_momentum`` where the library can change it."""
-        adapts = (task.optimizer == "sgd" or self.local is not None) and self.form != "default"
-        return {**self.settings, **({"optimizer_momentum": OPTIMIZER_MOMENTUM[self.form]} if adapts else {})}
+    def plan(self) -> dict[str, Any]:
+        """Return the settings, with the form as ``optimizer_momentum``."""
+        form = {} if self.form == "default" else {"optimizer_momentum": OPTIMIZER_MOMENTUM[self.form]}
+        return {**self.settings, **form}
 
     def trained(self, task: Task) -> Task:
         """Return the task with the contender's own learning rate and momentum (AdamW: beta1)."""
-        momentum = self.momentum
-        if momentum is None:
-            without = task.optimizer == "adamw" and self.form == "cancelled" and self.local is None
-            momentum = 0.0 if without else task.momentum
+        momentum = task.momentum if self.momentum is None else self.momentum
         return task.model_copy(update={"learning_rate": self.lr * task.learning_rate, "momentum": momentum})
 
 

@@ -71,7 +71,7 @@ def train(task: dict[str, Any], contender: str, ranks: int, seed: int) -> dict[s
     remedies.register()  # this may be a process of its own
     began, usual = time.perf_counter(), Task.model_validate(task)
     chosen = parse(contender, usual)
-    given = chosen.trained(usual), chosen.plan(usual), ranks, seed
+    given = chosen.trained(usual), chosen.plan(), ranks, seed
     simulation = Simulation(*given) if chosen.local is None else LocalSimulation(*given, **chosen.local)
     steps = usual.steps
     evaluations: list[tuple[int, float]] = []

@@ -36,7 +36,7 @@ def prepare(race: Race, driver: str, device: str, name: str, seed: int) -> Train
     contender = parse(name, race.task)
     if contender.local and driver != "ddp":
         raise ValueError(f"{name}: local steps are measured over torch.distributed, not over {driver}")
-    how = baseline_of(name) or contender.plan(race.task)
+    how = baseline_of(name) or contender.plan()
     # Horovod caches tensors by name, and a process trains several contenders
     return Trainer(driver, contender.trained(race.task), how, seed, device, f"{name}.", contender.local)
 

@@ -17,7 +17,6 @@ from experiments.training import loop, models_torch
 from experiments.training.experiment import Task
 from experiments.training.simulate import Moment, Simulation, Tensors
 from hvdcompress.loopback import Loopback
-from hvdcompress.optimizers import SGD
 
 
 class LocalSimulation(Simulation):
@@ -51,9 +50,8 @@ class LocalSimulation(Simulation):
 
     def _exchange_and_update(self, plan: Mapping[str, Any], ranks: int) -> tuple[torch.optim.Optimizer, Loopback]:
         # as LocalSteps: the outer momentum is kept, unless the plan says otherwise
-        adapted = "optimizer_momentum" in plan
-        momentum = SGD(self.outer["momentum"], nesterov=self.outer["nesterov"]) if adapted else SGD(0.0)
-        return torch.optim.SGD(self.model.parameters(), **self.outer), Loopback(plan, ranks, optimizer=momentum)
+        plan = {"optimizer_momentum": "keep", **plan}
+        return torch.optim.SGD(self.model.parameters(), **self.outer), Loopback(plan, ranks)
 
     def steps(self, watched: Any = ()) -> Iterator[Moment]:
         """Take and yield the task's steps; those without an exchange reduce nothing."""
@@ -83,7 +81,7 @@ class LocalSimulation(Simulation):
         for name, average in self.net.allreduce_many(pseudo)[0].items():
             anchors[name].grad = torch.from_numpy(average)
         buffers = {name: mean for name, mean in self._mean().items() if name not in anchors}
-        self.optimizer.step()
+        self._update()
         self._pull({**self.model.state_dict(), **buffers})
 
     def _mean(self) -> dict[str, torch.Tensor]:

@@ -16,8 +16,8 @@ import torch
 from experiments.training import loop, models_torch
 from experiments.training.experiment import Task
 from experiments.training.tasks import data_of, net_of
+from hvdcompress._torch.optimizers import adapted, waiting_of
 from hvdcompress.loopback import Loopback
-from hvdcompress.optimizers import SGD
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -59,12 +59,7 @@ class Simulation:
 
     def _exchange_and_update(self, plan: Mapping[str, Any], ranks: int) -> tuple[torch.optim.Optimizer, Loopback]:
         """Return the optimizer of :attr:`model`, and the ranks that average what it gets."""
-        task = self.task
-        if task.clip == "after":
-            plan = {**plan, "clip_norm": task.clip_norm}
-        # the library can adapt the momentum of SGD alone
-        momentum = SGD(task.momentum) if task.optimizer == "sgd" else None
-        return models_torch.optimizer_of(task, self.model), Loopback(plan, ranks, optimizer=momentum)
+        return models_torch.optimizer_of(self.task, self.model), Loopback(plan, ranks)
 
     def _build(self, seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
@@ -88,12 +83,22 @@ class Simulation:
             reduced = self.net.allreduce_many(gradients)[0]
             for name, parameter in parameters.items():
                 parameter.grad = torch.from_numpy(reduced[name])
+            if task.clip == "after" and task.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters.values(), task.clip_norm)
             rate = loop.learning_rate(task, step)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self.optimizer.step()
+            self._update()
             self.net.observe(learning_rate=rate, loss=loss)
             yield Moment(step, loss, gradients, residuals, reduced)
+
+    def _update(self) -> None:
+        """Take a step of the optimizer, as a driver does after an exchange."""
+        named = dict(self.model.named_parameters())
+        parts = lambda name: [(named[name], 0, named[name].numel())]  # noqa: E731
+        own = {id(parameter) for parameter in named.values()}
+        with adapted(self.optimizer, waiting_of(self.net.ranks[0].late.values(), parts, own)):
+            self.optimizer.step()
 
     def ratio(self) -> float:
         """Return dense bytes / bytes sent by the last rank."""

@@ -55,8 +55,6 @@ class Trainer:
             self.attached, self.compressor = Attached(None, optimizer), None
             return
         if not isinstance(how, str):
-            # clipped by the Compressor, as what the optimizer is handed is larger where momentum is cancelled
-            how = {**how, "clip_norm": task.clip_norm}
             prefix = ""
         if driver == "ddp":
             self.attached = over_ddp(self.net, optimizer, how)
@@ -64,8 +62,6 @@ class Trainer:
             named = [(prefix + name, parameter) for name, parameter in self.net.named_parameters()]
             self.attached = over_horovod(named, optimizer, how)
         self.compressor = self.attached.compressor
-        if self.compressor and driver != "ddp":  # before its first step, as gradients are asked for first here
-            self.compressor.use_optimizer(self.attached.optimizer)
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return all parameters by name."""
@@ -80,7 +76,7 @@ class Trainer:
         loss = models_torch.loss_of(self.attached.net or self.net, batch)
         loss.backward()
         reduced = nullcontext()
-        if self.task.clip_norm is not None and not self.compressor:
+        if self.task.clip_norm is not None:
             if self.driver != "ddp":
                 optimizer.synchronize()
                 reduced = optimizer.skip_synchronize()

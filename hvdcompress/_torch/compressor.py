@@ -13,26 +13,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress._torch.framework import TorchFramework, to_host
-from hvdcompress._torch.optimizers import Optimizers, TorchReader, describe_method, listed
+from hvdcompress._torch.optimizers import Waiting, describe_adaptation, install, needs_ages, undo, waiting_of
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.node_step import Levels, new_step
 from hvdcompress.engine.nodes import Location
-from hvdcompress.engine.saving import origin, snapshot
+from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.saving.snapshot import Ages
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry import log
 from hvdcompress.loopback import warm_up
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops.vectors import dtype_name
-from hvdcompress.optimizers import adaptation_summary
-from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket, Grouping, Plan
 
 #: dtype of a gradient that can be reduced -> its own dtype or, for complex numbers, the dtype of their two parts
@@ -44,13 +40,14 @@ FROZEN = ", frozen"  #: follows the shape and dtype of a frozen parameter where 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: name components of torch.compile and of checkpointing
 
 _compressors: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()  # of this process
-_hook_handles: list[Any] = []  # at most one: of the hook below, registered with the first Compressor
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Optimizer pre-step hook: show the optimizer to every Compressor."""
+def _find(optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
+    """Return what has waited of each parameter of an optimizer that is about to take a step, by ``id()``."""
+    found: dict[int, Waiting] = {}
     for each in list(_compressors):
-        each.notice(optimizer)
+        found |= each.waiting(optimizer)
+    return found
 
 
 def named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -144,14 +141,9 @@ class TensorCompressor(compressor.Compressor):
         self.framework = TorchFramework(ops == "torch", lambda: _all_parameters(myself()))
         self.local.copy = lambda parts: _concatenated(parts, myself())
         specs = self._group({})
-        methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
-        self._adapts = any(map(momentum.adapts, methods))
         self._terms = SharedConfig(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         self.local.warn_about_unused(specs)
-        self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        #: {optimizer: the betas of its parameter groups before this Compressor changed them, None where there are none}
-        self._betas: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._frozen: frozenset[str] = frozenset()  # names of the parameters that do not require a gradient any more
         self._warm_up(specs)
 
@@ -193,8 +185,7 @@ class TensorCompressor(compressor.Compressor):
                     f"under {self.driver}; make only one of them"
                 )
         _compressors.add(self)
-        if not _hook_handles:
-            _hook_handles.append(register_optimizer_step_pre_hook(_before_step))
+        install(_find)
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -253,16 +244,9 @@ class TensorCompressor(compressor.Compressor):
         except ValueError:
             self.buckets, self._bucket_and_index, self.local.placement = before
             raise
-        if self.local.fallback.verdict is Verdict.DENSE:
-            self._give_up()
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:
             log.warn_once(f"the saved state does not contain {log.first_names(new)}: their residuals start at zero")
-        if self._adapts and self._reader is None and origin.recorded(saved).get("momentum") and self.local.rank == 0:
-            log.warn_once(
-                "the optimizer is not known before its first step, so that step does not adapt the optimizer's "
-                "momentum as the saved training would: give optimizer= when you create or attach the Compressor"
-            )
 
     def _to_host(self, array: Any) -> Any:
         return to_host(array)
@@ -278,12 +262,7 @@ class TensorCompressor(compressor.Compressor):
 
     def _new_step(self, network: Collectives | Levels, agree: Agree) -> Step:
         self.framework.begin()
-        if self._adapts and self._reader is None and self.ledger.steps == 2 and self.local.rank == 0:
-            log.warn_once(
-                "no PyTorch optimizer has taken a step with these parameters, so the optimizer's momentum cannot be "
-                "adapted. It adds to the momentum of the residuals, which costs accuracy: call "
-                'compressor.use_optimizer(optimizer), or set optimizer_momentum="keep" if there is no momentum'
-            )
+        undo()  # an optimizer's step has failed, or was interrupted
         step = new_step(self.local, network, self._terms, agree, self.framework)
         step.unused = set(self._frozen)
         return step
@@ -297,7 +276,6 @@ class TensorCompressor(compressor.Compressor):
             tensors = {name: text + FROZEN * (name in frozen) for name, text in plain.items()}
             self._terms = SharedConfig(self._terms.plan, tensors)
 
-    @torch.inference_mode(False)
     def allreduce(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Average named tensors over all ranks, in place, without a backward pass.
 
@@ -313,6 +291,16 @@ class TensorCompressor(compressor.Compressor):
             PeerError: a rank failed, or the ranks disagree; on every rank, with the same message.
             RuntimeError: a step is in progress.
         """
+        self._allreduce(tensors)
+        for late in self.local.late.values():
+            for member in late.bucket.members:
+                gradient = self.parameters[member.name].grad
+                if gradient is None or gradient.data_ptr() != tensors[member.name].data_ptr():
+                    self.is_adapted = True  # no optimizer uses this tensor as a gradient
+                    late.used.add(id(self.parameters[member.name]))
+
+    @torch.inference_mode(False)
+    def _allreduce(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._refuse_in_step("call allreduce() between steps")
         began = time.perf_counter()
         with torch.no_grad():
@@ -341,87 +329,35 @@ class TensorCompressor(compressor.Compressor):
 
     # -- the optimizer --------------------------------------------------------------------------------------
 
-    def use_optimizer(self, optimizer: Optimizers) -> None:
-        """Cancel the momentum of one or several optimizers for parameters whose method keeps a residual.
-
-        A Compressor also finds its optimizer when the optimizer takes its first step. To have the momentum adapted
-        from the first exchange on, call this method on every rank, before the first backward pass.
-
-        Args:
-            optimizer: a PyTorch optimizer, or an iterable of them.
-
-        With ``without_beta1`` in the plan, as under "auto", beta1 of Adam and its relatives becomes 0.
-
-        Raises:
-            TypeError: an argument is not a PyTorch optimizer.
-        """
-        optimizers = listed(optimizer)
-        for each in optimizers:
-            self._betas.setdefault(each, [group.get("betas") for group in each.param_groups])
-        self._without_beta1(optimizers)
-        self._reader = TorchReader(optimizers, self._tensors())
-        self.local.optimizer = self._reader
-        self.require_equal(optimizer=self._reader.kinds())
-        self._log_adaptation(self._reader)
-
     def require_equal(self, **settings: Any) -> None:
         """Name further settings that must be equal on all ranks. The next exchange compares them."""
         self._terms = SharedConfig({**self._terms.plan, **settings}, self._terms.tensors)
 
-    def ignore_optimizers(self) -> bool:
-        """Leave the momentum of all optimizers as it is. Call it on every rank, before the first exchange.
-
-        Returns:
-            Whether a method keeps a residual for which momentum would be adapted.
-        """
-        before, self._adapts = self._adapts, False
-        return before
-
-    def _give_up(self) -> None:
-        """Restore beta1 of the optimizers: no gradients wait any more."""
-        for optimizer, before in self._betas.items() if self.plan.without_beta1 else ():
-            for group, betas in zip(optimizer.param_groups, before, strict=False):
-                if betas:
-                    group["betas"] = betas
-            if before[0] and self.local.rank == 0:
-                log.warn_once(f"{describe_method(optimizer)} again, because no gradients wait any more")
-
-    def notice(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at an optimizer that is about to take a step; read its momentum from now on if it has our parameters.
+    def waiting(self, optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
+        """Return what has waited of each parameter of an optimizer, by ``id()``.
 
         A hook calls this method before every step of every optimizer in the process.
         """
-        if not self._adapts or optimizer in self._noticed:
-            return
-        self._noticed.add(optimizer)
-        reader = self._reader or TorchReader([], self._tensors())
-        if reader.trains(optimizer) and not reader.has(optimizer):
-            reader.add(optimizer)
-            self._reader = reader
-            self.local.optimizer = reader
-            self._log_adaptation(reader)
+        if not self.local.late:
+            return {}
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = waiting_of(self.local.late.values(), self._parts, own)
+        if found:
+            self.is_adapted = True
+            self.local.tracks_ages = needs_ages(optimizer) or bool(self.local.tracks_ages)
+            if optimizer not in self._noticed:
+                self._noticed.add(optimizer)
+                if self.local.rank == 0 and (text := describe_adaptation(optimizer)):
+                    log.warn_once(text)
+        return found
 
-    def _log_adaptation(self, reader: TorchReader) -> None:
-        """Log on rank 0 how the optimizers' momentum is adapted, and which momentum cannot be adapted."""
-        if self.local.fallback.verdict is Verdict.DENSE:
-            return
-        programs = {member.name: bucket.program for bucket in self.buckets.values() for member in bucket.members}
-        adapted = adaptation_summary(
-            (momentum.adapts(program.main), reader(name)) for name, program in programs.items()
-        )
-        not_adapted = reader.others() if self._adapts else []
-        if adapted and self.local.rank == 0:
-            log.warn_once(adapted)
-        if not_adapted and self.local.rank == 0:
-            log.warn_once(
-                f"{', '.join(not_adapted)}: momentum on top of residuals costs accuracy, and only the momentum of SGD "
-                "can be adapted. hvdcompress.without_momentum(optimizer) removes it from the optimizer; auto, given "
-                "optimizer=optimizer, sets beta1 of Adam and its relatives to 0"
-            )
+    def _parts(self, name: str) -> Iterable[tuple[torch.nn.Parameter, int, int]]:
+        """Return the parameters that make up an exchanged tensor, each with its span in the tensor."""
+        parameter = self.parameters[name]
+        return [(parameter, 0, parameter.numel() * (2 if parameter.is_complex() else 1))]
 
-    def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        """Return the parameters that make up each exchanged tensor, by tensor name; under FSDP there are several."""
-        return {name: [parameter] for name, parameter in self.parameters.items()}
+    def _flat(self, array: Any) -> Any:
+        return self.framework.flat(array)
 
 
 def _concatenated(parts: Sequence[Any], compressor: TensorCompressor | None) -> Any:

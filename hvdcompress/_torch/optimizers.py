@@ -1,21 +1,30 @@
-"""Read the momentum that PyTorch optimizers apply to each parameter.
+"""Adapt the momentum of PyTorch optimizers to gradients that have waited in residuals (``engine/late.py``).
 
-Optimizers are read again in every step, because schedulers change their parameter groups. A hook counts the updates of
-each parameter: a skipped step, or a step without a gradient, leaves the momentum buffer as it was.
+Hooks run before and after the step of every optimizer of the process. The first one changes the optimizer's first
+moment, and the second one takes back what must not stay in it. Parameter groups and gradients are only read, in each
+step anew, so schedules, loaded states, added groups and new optimizers need no attention.
+
+A step may begin more than once: ``hvd.DistributedOptimizer`` calls the step of its base class after it has averaged the
+gradients, and a closure computes the gradients inside of the step. A step that failed has no second hook. So the first
+hook begins by taking back what an earlier call has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hvdcompress.parts.momentum import Momentum
+from hvdcompress.engine.late import Late, Shift
+from hvdcompress.engine.telemetry import log
+from hvdcompress.parts.momentum import Moment, average, corrected_average, heavy_ball
 
-Optimizers: TypeAlias = "torch.optim.Optimizer | Iterable[torch.optim.Optimizer]"
+Group = Mapping[str, Any]
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
@@ -24,127 +33,18 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     Raises:
         TypeError: the argument is not a PyTorch optimizer and does not contain one.
     """
-    wrapped: Any = True
-    while wrapped is not None:
-        inner = (getattr(optimizer, name, None) for name in ("optimizer", "_optimizer", "optim"))
-        wrapped = next((each for each in inner if isinstance(each, torch.optim.Optimizer)), None)
-        optimizer = optimizer if wrapped is None else wrapped
+    inner: Any = optimizer
+    while inner is not None:
+        optimizer = inner
+        inner = _wrapped(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a PyTorch optimizer, or a list of them, not {optimizer!r:.60}")
+        raise TypeError(f"optimizer must be a PyTorch optimizer, not {optimizer!r:.60}")
     return optimizer
 
 
-def listed(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """Return an ``optimizer=`` argument, which may be one optimizer, several, or None, as a list without wrappers.
-
-    Raises:
-        TypeError: an argument is not a PyTorch optimizer.
-    """
-    if optimizers is None:
-        return []
-    given: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
-    return [unwrapped(each) for each in (given if isinstance(given, Iterable) else [given])]
-
-
-class TorchReader:
-    """Reads the momentum of exchanged tensors by name.
-
-    Args:
-        optimizers: one optimizer, or several. The reader does not keep them alive.
-        parameters: the parameters that make up each tensor, by tensor name: one parameter, or several under FSDP.
-
-    Raises:
-        TypeError: an argument is not a PyTorch optimizer.
-    """
-
-    def __init__(self, optimizers: Optimizers, parameters: Mapping[str, Sequence[torch.nn.Parameter]]):
-        self.parameters = parameters
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._updates: Counter[int] = Counter()  # parameter id -> number of updates
-        self._begun: set[int] = set()  # ids of optimizers whose step has begun and is not counted yet
-        self._groups: dict[int, tuple[int, int]] = {}  # parameter id -> indices of its optimizer and parameter group
-        for each in listed(optimizers):
-            self.add(each)
-
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read this optimizer, too. It takes precedence over earlier ones that have the same parameters."""
-        self._optimizers.append(weakref.ref(optimizer))
-        self._begun.add(id(optimizer))  # a pre-step hook may call this: then the first step has begun already
-        myself = weakref.ref(self)
-        optimizer.register_step_pre_hook(_hook(myself, TorchReader.begin))
-        optimizer.register_step_post_hook(_hook(myself, TorchReader.count))
-        self._find_groups()
-
-    def has(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the reader reads this optimizer."""
-        return any(known() is optimizer for known in self._optimizers)
-
-    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer has at least one of the parameters."""
-        return trains(optimizer, {id(parameter) for several in self.parameters.values() for parameter in several})
-
-    def _find_groups(self) -> None:
-        for number, known in enumerate(self._optimizers):
-            optimizer = known()
-            for group, settings in enumerate(optimizer.param_groups if optimizer else ()):
-                self._groups |= {id(parameter): (number, group) for parameter in settings["params"]}
-
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that an optimizer begins its step."""
-        self._begun.add(id(optimizer))
-
-    def count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the updates of a step that has ended.
-
-        Horovod's ``step()`` calls the step of its base class, so the post-step hook runs twice: count only once.
-        """
-        if id(optimizer) not in self._begun:
-            return
-        self._begun.discard(id(optimizer))
-        for group in optimizer.param_groups:
-            self._updates.update(id(parameter) for parameter in group["params"] if parameter.grad is not None)
-
-    def __call__(self, name: str) -> Momentum | None:
-        """Return the momentum of a tensor; None if its optimizer has no momentum that can be adapted.
-
-        Raises:
-            ValueError: the parameters that make up the tensor have different momentum.
-        """
-        parameters = self.parameters[name]
-        found = {self._read(parameter) for parameter in parameters}
-        if len(found) > 1:
-            raise ValueError(
-                f"{name}: its parameters are exchanged as one tensor but have different momentum "
-                f'({sorted(map(str, found))}); give all of them the same, or set optimizer_momentum="keep"'
-            )
-        momentum = next(iter(found), None)
-        return momentum and momentum._replace(updates=max(self._updates[id(parameter)] for parameter in parameters))
-
-    def _read(self, parameter: torch.nn.Parameter) -> Momentum | None:
-        if id(parameter) not in self._groups:
-            self._find_groups()  # the program may have called add_param_group()
-        number, group = self._groups.get(id(parameter), (None, 0))
-        optimizer = None if number is None else self._optimizers[number]()
-        if number is None or optimizer is None or group >= len(optimizer.param_groups):
-            return None
-        settings = optimizer.param_groups[group]
-        if not isinstance(optimizer, torch.optim.SGD):
-            return None
-        rate = 1.0 - settings["dampening"]
-        empty = optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-        entry = 1.0 if empty else rate  # SGD copies the first gradient into an empty buffer, without dampening
-        return Momentum(settings["momentum"], rate, entry, settings["nesterov"], empty=empty)
-
-    def kinds(self) -> list[str]:
-        """Return the class and the momentum or beta1 of each optimizer, as text."""
-        return [describe_method(optimizer) for known in self._optimizers if (optimizer := known())]
-
-    def others(self) -> list[str]:
-        """Return the same texts for the optimizers with momentum that cannot be adapted: all except SGD."""
-        alive = [optimizer for known in self._optimizers if (optimizer := known())]
-        return [
-            describe_method(each) for each in alive if not isinstance(each, torch.optim.SGD) and _momentum_factor(each)
-        ]
+def _wrapped(optimizer: Any) -> torch.optim.Optimizer | None:
+    inner = (getattr(optimizer, name, None) for name in ("optimizer", "_optimizer", "optim"))
+    return next((each for each in inner if isinstance(each, torch.optim.Optimizer)), None)
 
 
 def trains(optimizer: torch.optim.Optimizer, parameters: Set[int]) -> bool:
@@ -152,24 +52,305 @@ def trains(optimizer: torch.optim.Optimizer, parameters: Set[int]) -> bool:
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _momentum_factor(optimizer: torch.optim.Optimizer) -> float:
-    """Return the momentum or beta1 of the optimizer's first parameter group."""
-    group = optimizer.param_groups[0]
-    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+# -- the moments of known optimizers ------------------------------------------------------------------------------
 
 
-def describe_method(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class and the momentum or beta1 of an optimizer, such as "AdamW with beta1 = 0.9"."""
-    what = "beta1" if "betas" in optimizer.param_groups[0] else "momentum"
-    return f"{type(optimizer).__name__} with {what} = {_momentum_factor(optimizer):g}"
+def _sgd(group: Group, state: Mapping[str, Any]) -> Moment:
+    return heavy_ball(group["momentum"], 1.0 - group["dampening"], group["nesterov"])
 
 
-def _hook(reference: weakref.ref[TorchReader], method: Callable[[TorchReader, torch.optim.Optimizer], None]) -> Any:
-    """Return an optimizer hook that calls a method of the reader as long as the reader is alive."""
+def _muon(group: Group, state: Mapping[str, Any]) -> Moment:
+    return average(group["momentum"], group["nesterov"])
 
-    def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        reader = reference()
-        if reader is not None:
-            method(reader, optimizer)
 
-    return call
+def _adam(group: Group, state: Mapping[str, Any]) -> Moment:
+    beta1 = float(group["betas"][0])
+    step = state.get("step", 0)  # a tensor on the device, if the optimizer is fused or capturable
+    step = float(step) if getattr(step, "is_cpu", True) else step
+    return corrected_average(beta1, 1.0 - beta1 ** (step + 1))
+
+
+class _Known(NamedTuple):
+    """How an optimizer class keeps its first moment.
+
+    Attributes:
+        moment: returns how it uses the moment, from its parameter group and the state of the parameter.
+        key: the name of the moment in the state of a parameter.
+    """
+
+    moment: Callable[[Group, Mapping[str, Any]], Moment]
+    key: str
+
+
+_ADAM = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam, torch.optim.Adamax)
+KNOWN: dict[type | None, _Known] = {
+    torch.optim.SGD: _Known(_sgd, "momentum_buffer"),
+    getattr(torch.optim, "Muon", None): _Known(_muon, "momentum_buffer"),  # since PyTorch 2.9
+    **dict.fromkeys(_ADAM, _Known(_adam, "exp_avg")),
+}
+
+
+def _known(optimizer: torch.optim.Optimizer) -> _Known | None:
+    """Return how an optimizer keeps its first moment; None if its class has a ``step`` of its own that is not known."""
+    own = (cls for cls in type(optimizer).__mro__ if "step" in vars(cls) and not cls.__module__.startswith("horovod."))
+    return KNOWN.get(next(own, object))
+
+
+def needs_ages(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the momentum of an optimizer depends on how long the elements of a gradient have waited."""
+    known = _known(optimizer)
+    return known is not None and known.key == "momentum_buffer" and any(map(_momentum, optimizer.param_groups))
+
+
+def describe_adaptation(optimizer: torch.optim.Optimizer) -> str:
+    """Return what is done about the momentum of an optimizer, as a sentence; empty if it has none."""
+    group = max(optimizer.param_groups, key=_momentum)
+    if not _momentum(group) or _wrapped(optimizer):
+        return ""
+    name = f"{type(optimizer).__name__} with {'beta1' if 'betas' in group else 'momentum'} = {_momentum(group):g}"
+    if _known(optimizer):
+        return f"{name}: adapted to the delay of gradients in residuals; optimizer_momentum: keep turns this off"
+    return (
+        f"{name}: momentum on top of residuals costs accuracy, and that of this optimizer is not adapted; use "
+        "SGD, Adam, AdamW or Muon of PyTorch, or less momentum. optimizer_momentum: keep hides this warning"
+    )
+
+
+def _momentum(group: Group) -> float:
+    """Return the momentum or beta1 of a parameter group; 0 if it has none."""
+    betas = group.get("betas") or (group.get("momentum") or 0.0,)
+    return float(betas[0])
+
+
+# -- a step -------------------------------------------------------------------------------------------------------
+
+
+class Waiting(NamedTuple):
+    """Elements of one parameter's gradient that have waited in residuals.
+
+    Attributes:
+        late: what the exchange has sent.
+        number: index of the tensor in the bucket.
+        start: the first element of the parameter in the tensor.
+        stop: the end of its elements.
+    """
+
+    late: Late
+    number: int
+    start: int
+    stop: int
+
+
+class _Change(NamedTuple):
+    """The change of one parameter's first moment in a step that has begun."""
+
+    parameter: torch.nn.Parameter
+    shift: Shift
+    late: Late
+
+
+class _Step(NamedTuple):
+    """A step that has begun.
+
+    Attributes:
+        key: the name of the first moment in the state of a parameter.
+        changes: the changes of first moments.
+        made: parameters whose first moment was made for this step.
+    """
+
+    key: str
+    changes: list[_Change]
+    made: list[torch.nn.Parameter]
+
+
+def waiting_of(
+    late: Iterable[Late], parts: Callable[[str], Iterable[tuple[torch.nn.Parameter, int, int]]], own: Container[int]
+) -> dict[int, Waiting]:
+    """Return what has waited of some parameters, by ``id()``.
+
+    Args:
+        late: what exchanges have sent.
+        parts: returns the parameters that make up a tensor, each with its span in the tensor, by the tensor's name.
+        own: ids of the parameters.
+    """
+    return {
+        id(parameter): Waiting(each, number, start, stop)
+        for each in list(late)
+        for number, member in enumerate(each.bucket.members)
+        for parameter, start, stop in parts(member.name)
+        if id(parameter) in own and id(parameter) not in each.used
+    }
+
+
+_begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step] = weakref.WeakKeyDictionary()
+Find = Callable[[torch.optim.Optimizer], Mapping[int, Waiting]]
+_finders: list[Find] = []  # the first one begins with the registration of the hooks
+
+
+def install(find: Find) -> None:
+    """Adapt optimizers to what a function finds. The hooks are registered once in a process.
+
+    Args:
+        find: returns what has waited of each parameter of an optimizer that is about to take a step, by ``id()``.
+    """
+    if not _finders:
+        register_optimizer_step_pre_hook(_before)
+        register_optimizer_step_post_hook(_end)
+    if find not in _finders:
+        _finders.append(find)
+
+
+@contextlib.contextmanager
+def adapted(optimizer: torch.optim.Optimizer, waiting: Mapping[int, Waiting]) -> Iterator[None]:
+    """Context manager around a step of an optimizer whose gradients no driver has exchanged."""
+
+    def find(other: torch.optim.Optimizer) -> Mapping[int, Waiting]:
+        return waiting if other is optimizer else {}
+
+    install(find)
+    yield
+    _finders.remove(find)
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Optimizer pre-step hook. With a closure, gradients are exchanged inside of the step."""
+    undo(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _begin(optimizer)
+        return None
+
+    def adapted_closure() -> Any:
+        found = closure()
+        undo(optimizer)
+        _begin(optimizer)
+        return found
+
+    rest = {key: each for key, each in kwargs.items() if key != "closure"}
+    return (args[0], adapted_closure, *args[2:]), rest
+
+
+@torch.no_grad()
+def undo(optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Take back the changes for a step that has not ended, of one optimizer or of all."""
+    for each in [optimizer] if optimizer else list(_begun):
+        step = _begun.pop(each, _Step("", [], []))
+        for parameter, shift, _ in step.changes:
+            _apply(shift.undo, each.state[parameter].get(step.key), shift)
+        for parameter in step.made:
+            del each.state[parameter][step.key]
+
+
+@torch.no_grad()
+def _begin(optimizer: torch.optim.Optimizer) -> None:
+    """Change the first moments of an optimizer before its step."""
+    waiting = {key: each for find in _finders for key, each in find(optimizer).items()}
+    known = _known(optimizer)
+    if known is None or not waiting:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        log.warn_once("momentum is not adapted in a captured CUDA graph, which costs accuracy")
+        return
+    step = _begun[optimizer] = _Step(known.key, [], [])
+    for group in optimizer.param_groups:
+        parameters = [each for each in group["params"] if each.grad is not None and id(each) in waiting]
+        if not parameters or not _momentum(group):
+            continue
+        made = _make_buffers(optimizer, group) if known.key == "momentum_buffer" else []
+        step.made.extend(made)
+        for parameter in parameters:
+            state = optimizer.state.get(parameter, {})
+            moment = known.moment(group, state)
+            late = waiting[id(parameter)].late
+            index, values = _late_values(optimizer, group, moment, parameter, waiting[id(parameter)])
+            before, after = moment.changes(late.method)
+            if any(each is parameter for each in made):
+                before -= _entry(group)
+            buffer = state.get(known.key)
+            # Adam makes its average in its first step, from zeros
+            shift = Shift(index, values, (before, after if buffer is not None else moment.rate))
+            _apply(shift.begin, buffer, shift)
+            step.changes.append(_Change(parameter, shift, late))
+
+
+@torch.no_grad()
+def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Change the first moments after the step."""
+    step = _begun.pop(optimizer, _Step("", [], []))
+    for parameter, shift, late in step.changes:
+        _apply(shift.end, optimizer.state[parameter].get(step.key), shift)
+        late.used.add(id(parameter))
+
+
+def _late_values(
+    optimizer: torch.optim.Optimizer, group: Group, moment: Moment, parameter: torch.nn.Parameter, waiting: Waiting
+) -> tuple[Any, Any]:
+    """Return the elements of a gradient that were sent, and their c·g."""
+    late = waiting.late
+    index, ages = late.part(waiting.number, waiting.start, waiting.stop)
+    share = late.share(ages, moment)
+    with _flat(parameter.grad, index) as gradient:
+        if index is not None and not isinstance(gradient, np.ndarray):
+            index = torch.as_tensor(index, device=gradient.device).long()
+        if not isinstance(share, float) and not isinstance(gradient, np.ndarray):
+            share = torch.as_tensor(share, device=gradient.device)
+        values = (gradient if index is None else gradient[index]) * share
+    return index, _as_used(optimizer, group, values)
+
+
+def _as_used(optimizer: torch.optim.Optimizer, group: Group, values: Any) -> Any:
+    """Return elements of ``.grad`` as the optimizer uses them in this step."""
+    if group.get("maximize"):
+        values = -values
+    scale = getattr(optimizer, "grad_scale", None)  # a GradScaler leaves the division to fused optimizers
+    found_inf = getattr(optimizer, "found_inf", None)
+    if isinstance(values, np.ndarray):
+        values = values if scale is None else values / np.float32(float(scale))
+        return values if found_inf is None or not float(found_inf) else np.zeros_like(values)
+    values = values if scale is None else values / scale.to(values.device)
+    # No synchronization with the device: the fused step reads the flag there, too
+    return values if found_inf is None else torch.where(found_inf.to(values.device) > 0, 0.0, values)
+
+
+def _entry(group: Group) -> float:
+    """Return what a new buffer contains of the gradient, as SGD's first step takes the gradient without dampening."""
+    return group.get("dampening", 0.0) / group["momentum"]
+
+
+def _make_buffers(optimizer: torch.optim.Optimizer, group: Group) -> list[torch.nn.Parameter]:
+    """Make the momentum buffers that the first step would make. Return the parameters of the group that had none."""
+    made = []
+    for parameter in group["params"]:
+        if parameter.grad is None or optimizer.state[parameter].get("momentum_buffer") is not None:
+            continue
+        buffer = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
+        if entry := _entry(group):
+            gradient = _as_used(optimizer, group, parameter.grad)
+            buffer.add_(gradient.add(parameter, alpha=group["weight_decay"]), alpha=entry)
+        optimizer.state[parameter]["momentum_buffer"] = buffer
+        made.append(parameter)
+    return made
+
+
+def _apply(change: Callable[[Any], None], tensor: torch.Tensor | None, shift: Shift) -> None:
+    """Call a method of a shift with an optimizer's buffer, if there is one."""
+    if tensor is not None:
+        with _flat(tensor, shift.values) as buffer:
+            change(buffer)
+
+
+@contextlib.contextmanager
+def _flat(tensor: Any, like: Any) -> Iterator[Any]:
+    """Give a tensor as a flat array in the order of its elements. Changes are written to the tensor.
+
+    Args:
+        tensor: a parameter's gradient, or its first moment; of any layout, complex, or a DTensor.
+        like: an array of the library to use.
+    """
+    tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = tensor.contiguous().view(-1)
+    in_numpy = tensor.is_cpu and tensor.dtype != torch.bfloat16 and (like is None or isinstance(like, np.ndarray))
+    yield flat.numpy() if in_numpy else flat
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))

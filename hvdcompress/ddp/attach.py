@@ -42,7 +42,7 @@ def attach(
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. "auto" is
             top-k of 1 % in 4 bits. It falls back to uncompressed all-reduces if the first steps show that compression
             does not save time.
-        settings: ``optimizer``, ``loss_scale``, ``ops``, hyper-parameters and plan keys; see
+        settings: ``loss_scale``, ``ops``, hyper-parameters and plan keys; see
             :class:`~hvdcompress.ddp.compressor.Compressor`.
 
     Returns:

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
-from hvdcompress._torch.optimizers import Optimizers
 from hvdcompress.ddp.shared_memory import NodeTransport, SharedMemory, share_memory
 from hvdcompress.ddp.transport import ProcessGroupTransport, connect
 from hvdcompress.engine.collectives import Collectives
@@ -68,9 +67,6 @@ class Compressor(TensorCompressor):
         process_group: the group that DDP uses (default: all ranks).
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it, such as
             ``scaler.get_scale``. Residuals are kept unscaled, so the factor may change between steps.
-        optimizer: the optimizer, or several. Its momentum is adapted where error feedback delays gradients. Without
-            this argument, an optimizer is found when it takes its first step. "auto" sets beta1 of Adam and related
-            optimizers to 0.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
@@ -97,7 +93,6 @@ class Compressor(TensorCompressor):
         *,
         process_group: Any = None,
         loss_scale: float | Callable[[], float] = 1.0,
-        optimizer: Optimizers | None = None,
         ops: str = "auto",
         **settings: Any,
     ):
@@ -113,8 +108,6 @@ class Compressor(TensorCompressor):
         world_size = dist.get_world_size(self._parent)
         location = _location() if world_size == dist.get_world_size() else None
         super().__init__(plan_of(method, **settings), rank, world_size, named_parameters, loss_scale, ops, location)
-        if optimizer is not None:
-            self.use_optimizer(optimizer)
         self.used: set[str] | None = None
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._transport: ProcessGroupTransport | None = None
@@ -163,12 +156,13 @@ class Compressor(TensorCompressor):
             self._first_bucket_at = time.perf_counter()
             if self._is_plain:
                 self.local.begin_round()  # so that discard() does not undo the compressed step before this one
+                self.local.late = {}
             else:
                 self._begin(buffer)
         if bucket.is_last():
             self._last_bucket_at = time.perf_counter()
             # In the pass of the last bucket: with reentrant checkpointing, the first one may be of an inner pass
-            _at_the_end_of_backward(self._end_uncompressed if self._is_plain else self._end_compressed)
+            _at_the_end_of_backward(self._record_time if self._is_plain else self._end_compressed)
         if self._is_plain:
             return self._all_reduce(bucket)
         devices = [buffer.device] if buffer.is_cuda else None
@@ -207,14 +201,6 @@ class Compressor(TensorCompressor):
         self.ledger.steps += bucket.is_last()
         work = dist.all_reduce(buffer.div_(self.local.world_size), group=self._parent, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
-
-    def _end_uncompressed(self) -> None:
-        """End a step without the engine: clip the averaged gradients, which DDP has written, and record the time."""
-        if self.plan.clip_norm is not None:
-            scale = self.current_loss_scale()
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip_norm * scale)
-            self.local.gradient_norm = norm.item() / scale
-        self._record_time()
 
     def _begin(self, buffer: torch.Tensor) -> None:
         """Open a step of the engine, at its first bucket."""

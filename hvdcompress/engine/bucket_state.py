@@ -13,32 +13,10 @@ from math import prod
 
 import numpy as np
 
-from hvdcompress.engine.pieces import Pieces, slots_of
 from hvdcompress.method import Array, Slot
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
-
-
-@dataclass(frozen=True, eq=False)
-class MomentumState:
-    """Contents of the optimizer's momentum buffer, as far as they are known; used by ``engine/momentum.py``.
-
-    Attributes:
-        content: the part of the buffer that comes from gradients with cancelled momentum. Empty for zero.
-        before: the content before the last exchange, needed if the optimizer skips the step. The next exchange may
-            overwrite a dense one as soon as it knows that the optimizer did not skip.
-        arrived: the step in which each element was last sent, modulo 2^8, int8 [size]; None if not tracked.
-        updates: ``Momentum.updates`` of each tensor at the last exchange. Empty if unknown.
-        foreign: for each tensor, whether ``content`` lacks the result of the last exchange: the gradient was averaged
-            in a paused step, or no rank used the result. Empty if none is foreign.
-    """
-
-    content: Pieces = ()
-    before: Pieces = ()
-    arrived: Array | None = None
-    updates: tuple[int | None, ...] = ()
-    foreign: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +27,7 @@ class BucketState:
         bucket: the bucket.
         slots: {slot name: flat array} of the bucket as a whole.
         members: {slot name: flat array} for each tensor, if the method runs on each tensor; otherwise empty.
-        momentum: contents of the optimizer's momentum buffer.
+        arrived: the step in which each element was last sent, modulo 2^8, int8 [size]; None if not tracked.
         step: number of exchanges so far.
         triggers: number of triggers on which all ranks agreed.
         restart: (number of triggers that took effect, step in which the last of them did).
@@ -59,7 +37,7 @@ class BucketState:
     bucket: Bucket
     slots: dict[str, Array]
     members: tuple[dict[str, Array], ...] = ()
-    momentum: MomentumState = MomentumState()
+    arrived: Array | None = None
     step: int = 0
     triggers: int = 0
     restart: tuple[int, int] = (0, 0)
@@ -81,10 +59,8 @@ class BucketState:
 
     def arrays(self) -> list[Array]:
         """Return every array of the state."""
-        pieces = [*self.momentum.content, *self.momentum.before]
         found = [*self.slots.values(), *(array for own in self.members for array in own.values())]
-        found += [array for piece in pieces for array in slots_of(piece).values()]
-        return found if self.momentum.arrived is None else [*found, self.momentum.arrived]
+        return found if self.arrived is None else [*found, self.arrived]
 
 
 @dataclass(eq=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.state import NextStep, RankState
+from hvdcompress.method import Array
+from hvdcompress.ops.spec import Ops
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ def commit_step(
     without_exchange: Collection[NextStep],
     outcome: Outcome,
     per_bucket: bool = False,
+    sent: Mapping[str, tuple[Ops, Array]] | None = None,
 ) -> None:
     """Replace the states by the new ones, or fill the results with NaN.
 
@@ -41,25 +44,34 @@ def commit_step(
         outcome: the result of the step.
         per_bucket: whether a trigger restarts only these buckets. TensorFlow needs it, because there the ranks agree on
             each tensor separately.
+        sent: with two levels, the elements of each sparse result that are not zero, by bucket, and their array ops.
     """
     # A tensor must be known from its first step on, even if this step has a NaN or is discarded: otherwise ranks would
     # disagree on which tensors exist.
     begun = [exchange.setup.state for exchange in exchanges]
     begun += [each.state for each in without_exchange if each.state]
     local.put(state for state in begun if state.bucket.spec.name not in local.states)
+    names = [*(each.name for each in exchanges), *(each.bucket.spec.name for each in without_exchange)]
+    local.late = {name: late for name, late in local.late.items() if name not in names}
     if not outcome.finite:
         for exchange in exchanges:
             exchange.abandon(fill=True)
         return
+    sent = sent or {}
     # All new states are built before the first one is stored, so that an exception leaves the step without effect.
-    new = {exchange.name: exchange.new_state(outcome.unused) for exchange in exchanges}
+    new = {each.name: each.new_state(outcome.unused, sent.get(each.name, (None, None))[1]) for each in exchanges}
+    late = {each.name: each.late for each in exchanges}
     for each in () if local.uncompressed else without_exchange:
         name = each.bucket.spec.name
         # A TensorFlow graph may contain several steps of one tensor, hence the lookup in ``new``.
         before = new.get(name) or local.states[name]
         flushed = local.is_flushed(before, outcome.unused)
-        new[name] = replace(before, step=before.step + 1, restart=each.restart, flushed=flushed)
+        ops, index = sent.get(name, (None, None))
+        indices = None if index is None else [index]
+        late[name], arrived = local.note_sent(before, each.method, ops, outcome.unused, indices)
+        new[name] = replace(before, step=before.step + 1, restart=each.restart, flushed=flushed, arrived=arrived)
     local.swap(new, min((exchange.setup.begun_in for exchange in exchanges), default=None))
+    local.late |= {name: each for name, each in late.items() if each}
     for exchange in exchanges:
         exchange.close()
     for each in without_exchange:

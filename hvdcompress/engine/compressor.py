@@ -7,12 +7,13 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvdcompress.engine import late
 from hvdcompress.engine.fallback import SPREAD, Verdict
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
 from hvdcompress.engine.rehearsal import gathers
@@ -29,7 +30,7 @@ from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.summary import summary
 from hvdcompress.method import TensorSpec
-from hvdcompress.optimizers import without_beta1
+from hvdcompress.parts.momentum import Moment, heavy_ball
 from hvdcompress.plan import Bucket, Plan
 
 
@@ -46,6 +47,7 @@ class Compressor(ABC):
     Attributes:
         plan: the plan.
         local: this rank's state.
+        is_adapted: whether the momentum of an optimizer was adapted, or need not be.
         ledger: bytes and seconds of this rank so far.
     """
 
@@ -64,6 +66,7 @@ class Compressor(ABC):
         self.loss_scale = loss_scale
         self.ledger = Ledger(world_size, rank)
         self.local = RankState(plan, rank, world_size, self.ledger)
+        self.is_adapted = False
         self._use_nodes(location)
         self.local.driver = self.driver
         if world_size == 1:
@@ -112,7 +115,7 @@ class Compressor(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: plan, steps and residuals. Ranks differ, so save the state of every rank.
 
-        Its key ``made_by`` has the driver, the versions of the packages in use, and the optimizer's momentum.
+        Its key ``made_by`` has the driver and the versions of the packages in use.
         """
         return self.local.state_dict()
 
@@ -120,7 +123,7 @@ class Compressor(ABC):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a value of :meth:`state_dict` that was saved on the same rank; also before the first step.
 
-        Rank 0 logs a warning if the plan, the optimizer's momentum or the library's version was another one.
+        Rank 0 logs a warning if the plan or the library's version was another one.
 
         Raises:
             ValueError: rank, number of ranks or tensors do not match. Then nothing is changed.
@@ -170,16 +173,14 @@ class Compressor(ABC):
             return
         if self.ledger.steps == 1 and self.local.rank == 0:
             self._log_first_step()
-        if self.local.end_flush():
-            self._give_up()
+        if self.ledger.steps == 2:
+            self._warn_if_not_adapted()
+        self.local.end_flush()
         if fallback.compares:
             fallback.decide(step.max_votes)
             if not fallback.compares and self.local.rank == 0:
                 sends = f"; the next {SPREAD} steps also send the residuals"
                 log.warn_once(f"{fallback}{sends if fallback.verdict is Verdict.FLUSH else ''}")
-
-    def _give_up(self) -> None:  # noqa: B027 - most drivers have nothing to do
-        """React to the end of compression: from now on, gradients are reduced uncompressed."""
 
     def _log_first_step(self) -> None:
         """Log which tensors the first step compressed, or warn that it compressed none."""
@@ -193,17 +194,17 @@ class Compressor(ABC):
                 "elements, and rules may select uncompressed methods"
             )
 
+    def _warn_if_not_adapted(self) -> None:
+        """Warn on rank 0 if no optimizer's momentum was adapted, although gradients have waited in residuals."""
+        if self.local.late and not self.is_adapted and self.local.rank == 0:
+            log.warn_once(
+                "the momentum of your optimizer is not adapted: on top of residuals it costs accuracy. Put its step "
+                'inside of `with compressor.adapted(…):`, or set optimizer_momentum="keep" if it has no momentum'
+            )
+
     def _decision(self) -> str:
         fallback = self.local.fallback
         return f"\n{fallback}" if fallback.on and not fallback.compares else ""
-
-    def _without_beta1(self, optimizers: Iterable[Any]) -> None:
-        """If the plan says so, set beta1 of these optimizers to 0, as gradients that wait act as momentum."""
-        if not self.plan.without_beta1 or self.local.fallback.verdict is Verdict.DENSE:
-            return
-        for optimizer in optimizers:
-            if (done := without_beta1(optimizer)) and self.local.rank == 0:
-                log.warn_once(done)
 
     # -- user interface -------------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class Compressor(ABC):
         """Context manager that averages gradients uncompressed and leaves residuals, step counts and phases unchanged.
 
         Use it for gradients whose exact average is needed, or that do not belong to the training. Enter and leave it on
-        every rank, between steps. The momentum of an optimizer that uses these gradients is not adapted.
+        every rank, between steps.
 
         Raises:
             RuntimeError: a step is in progress.
@@ -257,6 +258,60 @@ class Compressor(ABC):
             self._refuse_in_step(between)
         finally:
             self.local.paused = before
+
+    @contextlib.contextmanager
+    def adapted(
+        self,
+        buffers: Mapping[str, Any],
+        gradients: Mapping[str, Any],
+        *,
+        momentum: Any,
+        nesterov: bool = False,
+        dampening: Any = 0.0,
+        learning_rate: Any = None,
+    ) -> Iterator[None]:
+        """Context manager around a step of SGD that the program implements itself, to adapt its momentum.
+
+        Gradients that waited in residuals are applied with less momentum; see docs/momentum.md. Optimizers of PyTorch
+        and of Keras, if the driver wraps or knows them, need no call. Example::
+
+            reduced = compressor.allreduce_many(gradients)
+            with compressor.adapted(velocity, reduced, momentum=0.9):
+                for name, gradient in reduced.items():
+                    velocity[name][:] = 0.9 * velocity[name] + gradient
+            for name in reduced:
+                weights[name] -= 0.1 * velocity[name]
+
+        Args:
+            buffers: {tensor name: momentum buffer}, contiguous; each is changed in place, and must be updated in place.
+            gradients: {tensor name: gradient} as the step uses them, e.g. after clipping.
+            momentum: the momentum factor μ of v = μ·v + (1 − dampening)·gradient.
+            nesterov: whether the step applies gradient + μ·v instead of v.
+            dampening: as in ``torch.optim.SGD``.
+            learning_rate: the learning rate, if the buffer includes it, as in v = μ·v − learning_rate·gradient.
+
+        Raises:
+            ValueError: the momentum is not in [0, 1); a tensor has a buffer but no gradient, or one of another size.
+        """
+        if isinstance(momentum, int | float) and not 0 <= momentum < 1:
+            raise ValueError(f"momentum = {momentum!r} must be at least 0 and less than 1")
+        rate = 1.0 - dampening if learning_rate is None else -learning_rate
+        with self._adapting(buffers, gradients, heavy_ball(momentum, rate, nesterov)):
+            yield
+
+    @contextlib.contextmanager
+    def _adapting(self, buffers: Mapping[str, Any], gradients: Mapping[str, Any], moment: Moment) -> Iterator[None]:
+        self.is_adapted = True
+        self.local.tracks_ages = True
+        with late.adapted(self.local.late.values(), buffers, gradients, moment, self._flat):
+            yield
+
+    def _flat(self, array: Any) -> Any:
+        """Return an array as a flat view."""
+        flat = array.reshape(-1)
+        if not np.shares_memory(flat, array):
+            raise ValueError("a buffer is not contiguous, so it cannot be changed in place")
+        return flat
 
     def _refuse_in_step(self, instead: str) -> None:
         if self._waits_for() is not None:
@@ -328,16 +383,6 @@ class Compressor(ABC):
         With two levels, these are the figures of the tensors that this rank exchanges between nodes.
         """
         return figures(self.local, self.ledger, self._own_buckets(), self._to_host)
-
-    def gradient_norm(self) -> float:
-        """Return the l2-norm of the reduced gradients of all tensors in the last step, before clipping.
-
-        The norm excludes the loss scale and the adaptation of momentum.
-
-        Raises:
-            RuntimeError: the plan has no ``clip_norm``, so norms are not measured.
-        """
-        return self.local.measured_norm()
 
     def _to_host(self, array: Any) -> np.ndarray[Any, Any]:
         """Convert an array of state to a NumPy array."""

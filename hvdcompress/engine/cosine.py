@@ -1,8 +1,8 @@
 """Cosine between the compressed result and the uncompressed average of the gradients, every ``cosine_every`` steps.
 
 In such a step each rank copies its gradients. When all exchanges are done, dense all-reduces average the copies, in the
-same order on all ranks, and the averages are compared with the results of the methods, before clipping and before
-momentum is adapted. Results and states are the same as without the comparison.
+same order on all ranks, and the averages are compared with the results of the methods. Results and states are the same
+as without the comparison.
 """
 
 from __future__ import annotations

@@ -16,22 +16,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.bucket_state import BucketState, MomentumState
+from hvdcompress.engine.bucket_state import BucketState
 from hvdcompress.engine.collectives import Pending, by_rank, require_collective
 from hvdcompress.engine.fused import FusedCommunication
 from hvdcompress.engine.intake import Intake, Tiles, Whole, suits_whole
-from hvdcompress.engine.momentum import Adapter
+from hvdcompress.engine.late import Late
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.telemetry.observer import Completed
-from hvdcompress.method import AllGather, Array, Broadcast, Collective, Communication, Reduced, TensorSpec
-from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Spectra
-from hvdcompress.parts import feedback, momentum
+from hvdcompress.method import AllGather, Array, Broadcast, Collective, Communication, Reduced, Sparse, TensorSpec
+from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Shares, Spectra
+from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
 VARIABLE_LENGTH_HINT = "; if lengths may differ, set `variable_length = True` or yield AllGather(fixed_length=False)"
@@ -65,6 +64,7 @@ class Exchange:
         reduced: from stage REDUCED on, the results of the method: one for the bucket, or one per tensor if the method
             runs on each tensor.
         round: the index of the collective that the method waits for, from 0.
+        late: after :meth:`new_state`, what the optimizer's momentum is adapted to; None if it is not adapted.
         pending: the same collective, in flight.
     """
 
@@ -77,10 +77,10 @@ class Exchange:
         self.reduced: list[Reduced] = []
         self.round = -1
         self.pending: Pending | None = None
+        self.late: Late | None = None
         self._fused = setup.fuse()
         self._intake: Intake = Whole(setup) if suits_whole(setup) else Tiles(setup, self._fused)
         self._communication: Communication | FusedCommunication | None = self._fused
-        self._adapter: Adapter | None = None
         self._lengths: dict[Hashable, int] = {}  # fixed payload lengths to add to Memory.lengths on commit
         # {index of a tensor: the part of its result that float16 cannot hold}, in the units of the residual
         self._overflow: dict[int, Array] = {}
@@ -255,42 +255,30 @@ class Exchange:
 
     # -- REDUCED --------------------------------------------------------------------------------------------
 
-    def deliver(self, factor: float, adapt: bool = True) -> None:
+    def deliver(self, factor: float) -> None:
         """Write the reduced gradients, ``factor`` times the totals, into :attr:`outs`.
 
         Args:
             factor: 1/world_size for an average, 1 for a sum.
-            adapt: whether to adapt the optimizer's momentum, if the method asks for it. False if :meth:`clip` follows.
         """
-        self._expect(Stage.REDUCED, Stage.DELIVERED)
+        self._expect(Stage.REDUCED)
         setup = self.setup
         began = time.perf_counter()
-        if adapt and self._has_momentum():
-            self._adapter = Adapter(setup, self.reduced)
         share = setup.scale / (factor * self._averaged * setup.group.world_size)
         # A residual adds up several steps, and a lossy method may round up, so a result can exceed the range of float16
         # although no gradient does. A sum can do so, too, and is then Inf
         is_average = share > 0.999 * setup.scale and not setup.method.identity
         if setup.bucket.spec.dtype == "float16" and (setup.with_feedback or is_average):
             results = [setup.ops.zeros(len(out), "float32", like=out) for out in self.outs]
-            self._write(factor, results)
+            self.write_totals(factor, results)
             self._limit(results, share)
         else:
-            self._write(factor, self.outs)
+            self.write_totals(factor, self.outs)
         self.stage = Stage.DELIVERED
         self._record_codec_time(time.perf_counter() - began)
 
-    def _has_momentum(self) -> bool:
-        """Return whether the optimizer's momentum is adapted now, or was before and has to be restored."""
-        return momentum.adapts(self.setup.method) or bool(self.setup.state.momentum.content)
-
-    def _write(self, factor: float, outs: Sequence[Array]) -> None:
-        """Write the reduced gradients into ``outs``, with adapted momentum if there is an adapter."""
-        if not (self._adapter and self._adapter.write(factor, outs)):
-            self.write_totals(factor, outs)
-
     def write_totals(self, factor: float, outs: Sequence[Array]) -> None:
-        """Write ``factor`` times the totals into ``outs``, without adapting momentum."""
+        """Write ``factor`` times the totals into ``outs``."""
         setup = self.setup
         ops = setup.ops
         total: Any = self.reduced[0].total
@@ -325,36 +313,17 @@ class Exchange:
 
     # -- DELIVERED ------------------------------------------------------------------------------------------
 
-    def norm(self) -> float:
-        """Return the l2-norm of the reduced gradients, divided by the loss scale, while they are in :attr:`outs`."""
-        norms = [self.setup.ops.l2_norm(out) for out in self.outs]
-        return float(np.linalg.norm(norms)) * self.setup.scale
-
-    def clip(self, factor: float, clipping: float) -> None:
-        """Multiply the reduced gradients by ``clipping`` and adapt the optimizer's momentum.
-
-        Args:
-            factor: the factor that :meth:`deliver` was called with, with ``adapt=False``.
-            clipping: the clipping factor, at most 1.
-        """
-        if self._has_momentum():
-            self.deliver(factor * clipping)
-        elif clipping < 1.0:
-            for out in self.outs:
-                self.setup.ops.write(out, out, clipping)
-
-    def new_state(self, unused: Collection[str] = ()) -> BucketState:
-        """Return the state after this step.
+    def new_state(self, unused: Collection[str] = (), sent: Array | None = None) -> BucketState:
+        """Return the state after this step, and set :attr:`late`.
 
         Args:
             unused: names of the tensors whose results no rank uses. They keep their residual and velocity.
+            sent: with two levels, the elements of the result that are not zero, as all ranks of the node see them.
         """
         self._expect(Stage.DELIVERED)
         setup = self.setup
         if setup.paused:
-            # The optimizer uses the gradient, but it is not part of the tracked buffer content
-            known = self._adapter.paused_state() if self._adapter else setup.state.momentum
-            return replace(setup.state, momentum=replace(known, foreign=(True,) * len(setup.bucket.members)))
+            return setup.state
         slots = {**setup.state.slots, **(setup.feedback.spare if self._fused else self.reduced[0].state)}
         members = setup.state.members
         if self._fused:
@@ -375,18 +344,27 @@ class Exchange:
             setup.bucket,
             slots,
             members,
-            self._momentum_state(unused),
+            self._note_sent(unused, sent),
             setup.state.step + 1,
             setup.state.triggers,
             setup.next_step.restart,
             setup.local.is_flushed(setup.state, unused, any(map(setup.ops.max_abs, self._overflow.values()))),
         )
 
-    def _momentum_state(self, unused: Collection[str]) -> MomentumState:
-        chosen = tuple(member.name in unused for member in self.setup.bucket.members) if unused else ()
-        if self._adapter:
-            return self._adapter.new_state(chosen)
-        return replace(self.setup.state.momentum, arrived=None, foreign=chosen)
+    def _note_sent(self, unused: Collection[str], sent: Array | None) -> Array | None:
+        """Set :attr:`late`, and return ``BucketState.arrived`` after this step."""
+        setup = self.setup
+        totals: list[Any] = [reduced.total for reduced in self.reduced]
+        indices: list[Array] | None = None
+        ranks = 1
+        if sent is not None:
+            indices = [sent]
+        elif all(isinstance(total, Sparse | Shares) for total in totals):
+            shares = [list(total.each) if isinstance(total, Shares) else [total] for total in totals]
+            indices = [setup.ops.concat([share.index for share in each]) for each in shares]
+            ranks = max(map(len, shares))
+        self.late, arrived = setup.local.note_sent(setup.state, setup.method, setup.ops, unused, indices, ranks)
+        return arrived
 
     def close(self) -> None:
         """End the exchange after the commit."""

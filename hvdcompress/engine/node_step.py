@@ -25,6 +25,7 @@ from hvdcompress.engine.bucket_state import Memory
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.cosine import Product
 from hvdcompress.engine.exchange import Exchange, check_gradient, describe_missing
+from hvdcompress.engine.late import nonzero
 from hvdcompress.engine.nodes import Placement
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
@@ -34,6 +35,7 @@ from hvdcompress.engine.transport import Transport
 from hvdcompress.method import AllGather, AllToAll, Array, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import dtype_name
+from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket
 
 PRODUCT_BYTES = 8 * len(fields(Product))  #: bytes of a :class:`Product` in float64
@@ -94,6 +96,7 @@ class NodeBucket:
         outs: flat arrays that receive the results, one per tensor.
         pending: the collective in flight, or None.
         is_delivered: on the owner, whether the result is in :attr:`vector`.
+        result: the result [n], after :meth:`receive_result`.
     """
 
     def __init__(self, bucket: Bucket, owner: int, levels: Levels, memory: Memory, ops: Ops, like: Array):
@@ -108,6 +111,7 @@ class NodeBucket:
         self.network = levels.to_owner  # of the collective in flight, or of the next one
         self.pending: Pending | None = None
         self.is_delivered = False
+        self.result: Any = None
         self._missing = set(range(len(bucket.members)))
         self._vector: Array | None = None
 
@@ -216,6 +220,7 @@ class NodeBucket:
         result = self._wait()[self.owner]
         dtype = dtype_name(self.vector)
         vector = self.vector if self.is_owned else self.ops.from_bytes(result, dtype)
+        self.result = vector
         parts = self.parts(vector)
         for out, part in zip(self.outs, parts, strict=True):
             if out is not part and out is not vector:
@@ -261,7 +266,6 @@ class NodeStep(Step):
         self._to_owner: deque[NodeBucket] = deque()  # with gradients in flight to the owner, oldest first
         self._to_return: deque[NodeBucket] = deque()  # whose result is not on its way yet, in the order of their start
         self._from_owner: deque[NodeBucket] = deque()  # with a result in flight
-        self._norms: Pending | None = None  # the norms of the results of all ranks of the node
         self._products: Pending | None = None  # the products of all ranks of the node, in a step that compares
 
     # -- adding gradients -----------------------------------------------------------------------------------
@@ -326,7 +330,7 @@ class NodeStep(Step):
         with super().batch():
             yield
             self._receive_sums(before)
-        self._send_results()
+        self.send_results()
 
     @property
     def has_begun(self) -> bool:
@@ -384,39 +388,15 @@ class NodeStep(Step):
         super()._deliver(exchange, factor)
         self.node_buckets[exchange.name].is_delivered = True
 
-    def _send_results(self) -> None:
-        """Start sending the results that are available, in the order in which all ranks of the node started them.
-
-        Clipping needs the norm of all results, so with it, results wait for each other.
-        """
-        while self._to_return and self.clip_norm is None:
+    def send_results(self) -> None:
+        """Start sending the results that are available, in the order in which all ranks of the node started them."""
+        while self._to_return:
             oldest = self._to_return[0]
             if oldest.pending or (oldest.is_owned and not oldest.is_delivered):
                 return
-            self._send_oldest_result()
-
-    def _send_oldest_result(self) -> None:
-        oldest = self._to_return.popleft()
-        oldest.send_result()
-        self._from_owner.append(oldest)
-
-    def send_norm(self) -> None:
-        """Once all exchanges are done: start sending the norm of the results of this rank, if results are clipped."""
-        if self.clip_norm is not None:
-            own = np.linalg.norm(sorted(exchange.norm() for exchange in self.exchanges.values()))
-            payload = np.array([own], np.float64).view(np.uint8)
-            lengths = (8,) * self.placement.nodes.local_size
-            self._norms = self.levels.to_owner.start("norm", 0, AllGather(payload), lengths=lengths)
-
-    def send_clipped_results(self) -> None:
-        """Clip the results of this rank by the norm of all results, and start sending them."""
-        if self.clip_norm is not None:
-            assert self._norms is not None
-            self.levels.to_owner.advance(self._norms)
-            norms = [float(each.view(np.float64)[0]) for each in self.levels.to_owner.result(self._norms)]
-            self._apply_clipping(self.clip_norm, norms)
-        while self._to_return:
-            self._send_oldest_result()
+            self._to_return.popleft()
+            oldest.send_result()
+            self._from_owner.append(oldest)
 
     def receive_results(self) -> None:
         """Wait for all results of the other ranks of the node."""
@@ -429,7 +409,7 @@ class NodeStep(Step):
         while self._to_owner and self._is_done(self.levels.to_owner, self._to_owner[0]):
             self._receive_sums(1)
         super().advance_ready()
-        self._send_results()
+        self.send_results()
         while self._from_owner and self._is_done(self.levels.from_owner, self._from_owner[0]):
             self._from_owner.popleft().receive_result()
 
@@ -445,7 +425,7 @@ class NodeStep(Step):
                 break
         else:
             super()._advance_any()
-        self._send_results()
+        self.send_results()
 
     def _drain(self) -> None:
         """Wait for all levels of all buckets."""
@@ -453,12 +433,11 @@ class NodeStep(Step):
             if self.network.ordered:
                 self._receive_sums(len(self._to_owner))
                 self._advance_oldest(len(self._in_flight))
-                self._send_results()
+                self.send_results()
             else:
                 self._advance_any()
         self._deliver_done()
-        self.send_norm()
-        self.send_clipped_results()
+        self.send_results()
         self.receive_results()
 
     def _refuse_missing(self) -> None:
@@ -508,8 +487,14 @@ class NodeStep(Step):
 
     # -- the end --------------------------------------------------------------------------------------------
 
-    def _clip(self, limit: float) -> None:
-        """Do nothing: the results were clipped before the owners sent them."""
+    def _sent(self) -> dict[str, tuple[Ops, Array]]:
+        # All ranks of a node must find the same elements, and only the owner knows the indices of the method
+        found = {}
+        for name, each in self.node_buckets.items():
+            method = self.local.next_step(each.bucket).method
+            if method.sparse and momentum.adapts(method):
+                found[name] = each.ops, nonzero(each.result)
+        return found
 
     @IGNORE_FLOAT_WARNINGS
     def close(self) -> None:

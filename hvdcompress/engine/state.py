@@ -6,7 +6,7 @@ replaces all of them at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
 from hvdcompress.engine.fallback import PATIENCE, Fallback, Flush, Verdict
+from hvdcompress.engine.late import RENEWED, Late, stamp_of
 from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.saving import origin, snapshot
@@ -23,8 +24,7 @@ from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.timing import StepTimes
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import feedback
-from hvdcompress.parts.momentum import Momentum
+from hvdcompress.parts import feedback, momentum
 from hvdcompress.plan import Bucket, Grouping, Plan
 from hvdcompress.registry import get
 
@@ -60,8 +60,7 @@ class NextStep(NamedTuple):
         method = self.method
         if not method.identity or method.feedback != "none" or self.bucket.spec.dtype != "float32":
             return False
-        # Momentum that an earlier method cancelled must be restored once, which changes the gradient
-        return len(self.bucket.members) == 1 and not (self.state and self.state.momentum.content)
+        return len(self.bucket.members) == 1
 
     def carried_elements(self) -> int | None:
         """Return the payload's number of float32 elements if a stock all-reduce can carry it, otherwise None."""
@@ -84,8 +83,8 @@ class RankState:
         times: durations of recent steps.
         round: counts training steps. Drivers that exchange buckets separately (FSDP2, TensorFlow) use several
             :class:`~hvdcompress.engine.step.Step` objects per round.
-        gradient_norm: the norm of all reduced gradients of the last step, before clipping; NaN if not measured.
-        optimizer: function from a tensor's name to the momentum that the optimizer applies to it; None if unknown.
+        late: {bucket name: what was sent} of the gradients that the optimizer may not have used yet.
+        tracks_ages: whether an optimizer needs the ages of elements; None if no optimizer is known yet.
         driver: the driver's name, which is saved with the state.
         placement: which rank of a node owns each tensor, in exchanges with two levels; None with one level.
         copy: concatenates saved arrays of a slot into a new array of the driver's library, on the gradients' device.
@@ -108,8 +107,8 @@ class RankState:
         self.round = 0
         self.replaced = False  # whether a state was replaced since the ranks last cleared the known payload lengths
         self.metrics: dict[str, tuple[float, float]] = {}  # {metric: (least, greatest)} since the last trigger
-        self.gradient_norm = float("nan")
-        self.optimizer: Callable[[str], Momentum | None] = lambda name: None
+        self.late: dict[str, Late] = {}
+        self.tracks_ages: bool | None = None
         self.driver = "loopback"
         self.placement: Placement | None = None
         self.copy: snapshot.Copy = np.concatenate
@@ -236,6 +235,51 @@ class RankState:
             found = self.memory[name] = Memory()
         return found
 
+    def note_sent(
+        self,
+        state: BucketState,
+        method: Method,
+        ops: Ops | None,
+        unused: Collection[str],
+        indices: Sequence[Array] | None,
+        ranks: int = 1,
+    ) -> tuple[Late | None, Array | None]:
+        """Return what the optimizer's momentum is adapted to after an exchange, and the new ``BucketState.arrived``.
+
+        Args:
+            state: the state of the bucket before the step.
+            method: the method of the step.
+            ops: the array ops of the indices' library; None without indices.
+            unused: names of the tensors whose results no rank uses.
+            indices: as for :class:`Late`.
+            ranks: as for :class:`Late`.
+        """
+        if not momentum.adapts(method):
+            return None, None
+        by_age = method.sparse and not momentum.at_once(method) and self.tracks_ages is not False
+        if indices is None or not by_age:
+            return Late(state.bucket, method, ops, indices, ranks=ranks), None
+        assert ops is not None
+        bucket = state.bucket
+        before: Any = state.arrived
+        if before is None:  # as if every element had been sent in the last step
+            before = ops.zeros(bucket.spec.size, "int8", indices[0])
+            ops.fill(before, stamp_of(state.step))
+        arrived: Any = self.memory_of(bucket.spec.name).second_buffer("arrived", before, "int8", ops)
+        spans = bucket.spans if len(indices) > 1 else [(0, bucket.spec.size)]
+        now = stamp_of(state.step + 1)
+        ages = [
+            ops.stamp(before[start:stop], now, index, arrived[start:stop])
+            for index, (start, stop) in zip(indices, spans, strict=True)
+        ]
+        for member, (start, stop) in zip(bucket.members, bucket.spans, strict=True) if unused else ():
+            if member.name in unused:
+                arrived[start:stop] = before[start:stop] + 1  # without a gradient, no element waits longer
+        # A stamp is the step modulo 256. Renew old ones before they would look like recent ones
+        if state.step % RENEWED == 0:
+            arrived[now - arrived > momentum.MAX_WAIT] = stamp_of(state.step + 1 - momentum.MAX_WAIT)
+        return Late(bucket, method, ops, indices, ages, ranks), arrived
+
     # -- commit and undo ------------------------------------------------------------------------------------
 
     def swap(self, new: Mapping[str, BucketState], begun_in: int | None = None) -> None:
@@ -265,15 +309,15 @@ class RankState:
         waits |= any(member.name in unused for member in state.bucket.members)
         return state.flushed or (self.fallback.flushes_all and not waits)
 
-    def end_flush(self) -> bool:
-        """End a step that sent a share of the residuals. Return whether it was the last one."""
+    def end_flush(self) -> None:
+        """End a step that sent a share of the residuals."""
         fallback = self.fallback
         if fallback.verdict is not Verdict.FLUSH:
-            return False
+            return
         fallback.num_flushed += 1
         states = [state for state in self.states.values() if state.bucket.program.at(state.step).feedback != "none"]
         if fallback.num_flushed < PATIENCE and not all(state.flushed for state in states):
-            return False
+            return
         fallback.verdict = Verdict.DENSE
         names = [name for state in states if feedback.RESIDUAL in state.slots for name in _names(state.bucket)]
         if left := [name for name in names if bool(self.residual(name).any())]:  # type: ignore[union-attr]
@@ -282,7 +326,6 @@ class RankState:
                 f"{fallback.num_flushed} steps, or exceeded the range of float16"
             )
             self.states = {**self.states, **{state.bucket.spec.name: state.without_residual() for state in states}}
-        return True
 
     def begin_round(self) -> None:
         """Begin a new round, which :meth:`discard` can undo."""
@@ -309,6 +352,7 @@ class RankState:
         self._can_discard = False
         # The second buffers are in order: a step always writes to the one that the current state does not use
         self.states = self._previous
+        self.late = {}
         self.fallback.verdict, self.fallback.num_flushed = self._previous_fallback
         self.trigger_requests -= self._committed
         self._committed = set()
@@ -449,16 +493,6 @@ class RankState:
         residual = state.slots.get(feedback.RESIDUAL)
         return None if residual is None else residual[start:stop]
 
-    def measured_norm(self) -> float:
-        """Return :attr:`gradient_norm`, or raise if it is not measured.
-
-        Raises:
-            RuntimeError: the plan has no ``clip_norm``.
-        """
-        if self.plan.clip_norm is None:
-            raise RuntimeError("gradient norms are not measured; set clip_norm in the plan (inf only measures them)")
-        return self.gradient_norm
-
     def num_state_bytes(self) -> int:
         """Return the bytes of memory held for state, including second buffers."""
         holders: list[BucketState | Memory] = [*self.states.values(), *self.memory.values()]
@@ -511,6 +545,7 @@ class RankState:
         self._previous = {name: state for name, state in self._previous.items() if name not in gone}
         for name in gone:
             self.memory.pop(name, None)
+            self.late.pop(name, None)
 
     def release(self) -> None:
         """Delete all states."""
@@ -525,6 +560,7 @@ class RankState:
 
     def _replace(self, states: Mapping[str, BucketState]) -> None:
         self.states = self._previous = states
+        self.late = {}
         self.memory.clear()
         self.replaced = True
         self._can_discard = False
@@ -537,7 +573,7 @@ class RankState:
         head |= {"world": self.world_size, "rank": self.rank}
         if self.placement:
             head["nodes"] = snapshot.layout(self.placement.nodes, self.placement.owners)
-        head[origin.MADE_BY] = origin.made_by(self.driver, self.optimizer, self.steps())
+        head[origin.MADE_BY] = origin.made_by(self.driver)
         head["fallback"] = self.fallback.state()
         head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
         return head | self._tables(self.states.values())
@@ -589,15 +625,13 @@ class RankState:
         self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
         self.fallback.load(saved.get("fallback"))
-        if self.rank == 0:
-            here = origin.made_by(self.driver, self.optimizer, saved["steps"])
-            if different := origin.differences(saved, self.plan, here):
-                log.warn_once(f"the saved state is of another training: {different}")
+        if self.rank == 0 and (different := origin.differences(saved, self.plan)):
+            log.warn_once(f"the saved state is of another training: {different}")
 
     def _restored(self, saved: snapshot.Saved, bucket: Bucket, whole: bool = True) -> BucketState | None:
         if self.owns(bucket):
             return snapshot.restored(saved, bucket, self.copy, whole)
-        return snapshot.progress(saved, bucket)
+        return snapshot.progress(saved, bucket, self.copy)
 
     def _claim(self, bucket: Bucket) -> BucketState | None:
         """Return the loaded state of a bucket that appears for the first time; None if there is none."""

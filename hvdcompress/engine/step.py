@@ -162,7 +162,6 @@ class Step:
         self.agree = agree
         self.framework = framework
         self.config = replace(config, plan={**config.plan, "paused": True}) if local.paused else config
-        self.clip_norm = None if local.paused else local.plan.clip_norm
         self.votes = [] if local.uncompressed else local.fallback.votes()
         self.max_votes: list[float] = []
         self.loss_scale = 1.0
@@ -177,7 +176,6 @@ class Step:
         self.triggered = False  # whether the ranks agreed to restart the phases
         self._in_flight: deque[Exchange] = deque()  # with a collective in flight, oldest first
         self._done: list[Exchange] = []  # in stage REDUCED
-        self._factors: dict[str, float] = {}  # {bucket name: factor of the totals}
         self.followed: list[NextStep] = []
         self._passed_through: list[PassedThrough] = []  # gradients that the framework reduces
         self._first_status: Pending | None = None  # the status that was sent and not received yet
@@ -526,11 +524,9 @@ class Step:
     @IGNORE_FLOAT_WARNINGS
     def close(self) -> None:
         """Commit the step: keep all new states or, if any rank had an Inf or a NaN, fill the results with NaN."""
-        if self.finite and self.clip_norm is not None:
-            self._clip(self.clip_norm)
         outcome = Outcome(self.finite, self.triggered, self.unused)
         others = [*(passed.next_step for passed in self._passed_through), *self.followed]
-        commit_step(self.local, self.exchanges.values(), others, outcome)
+        commit_step(self.local, self.exchanges.values(), others, outcome, sent=self._sent())
         for exchange in self.exchanges.values():
             self.framework.store(exchange.name)
         if not self.finite:
@@ -538,6 +534,10 @@ class Step:
                 passed.gradient.fill_(float("nan"))
             # A non-finite step has no effect, so the agreed request for a trigger is kept for the next step
             self.local.trigger_requested |= self.triggered
+
+    def _sent(self) -> dict[str, tuple[Ops, Array]]:
+        """Return the elements that sparse methods have sent; see :func:`commit_step`."""
+        return {}
 
     def abandon(self) -> None:
         """Undo a failed step: states stay as they were."""
@@ -615,25 +615,6 @@ class Step:
 
     def _deliver(self, exchange: Exchange, factor: float) -> None:
         """Write the results of an exchange. Its new state is kept only by :meth:`close`."""
-        self._factors[exchange.name] = factor
         if self.comparison:
             self.comparison.note_result(exchange, factor)
-        exchange.deliver(factor, adapt=self.clip_norm is None)
-
-    def _clip(self, limit: float) -> None:
-        """Clip the averaged gradients of all tensors together to the norm ``limit``.
-
-        Momentum is adapted after clipping, because adapted gradients have a larger norm.
-        """
-        self._apply_clipping(limit, [exchange.norm() for exchange in self.exchanges.values()])
-
-    def _apply_clipping(self, limit: float, norms: list[float]) -> None:
-        """Clip the results of this rank, given the norms of all results but the passed-through ones."""
-        norms = norms + [float(passed.gradient.norm()) / self.loss_scale for passed in self._passed_through]
-        # Sorted, because a sum of floats depends on the order, and gradients may have arrived in different orders
-        norm = self.local.gradient_norm = float(np.linalg.norm(sorted(norms)))
-        factor = min(1.0, limit / (norm + 1e-6))
-        for exchange in self.exchanges.values():
-            exchange.clip(self._factors[exchange.name], factor)
-        for passed in self._passed_through if factor < 1.0 else ():
-            passed.gradient.mul_(factor)
+        exchange.deliver(factor)

@@ -14,8 +14,10 @@ optimizer with ``hvdcompress.horovod.tensorflow.Compressor``. ::
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -25,11 +27,13 @@ import tensorflow as tf
 from hvdcompress.engine.telemetry import log
 from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.method import Method
-from hvdcompress.optimizers import SGD, keras_momentum, may_adapt
+from hvdcompress.parts.momentum import Moment, adapts, corrected_average, heavy_ball
 from hvdcompress.plan import Plan
 
 __all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback", "load_model"]
 
+#: {class whose momentum is adapted: its attribute with the first moments}
+ADAPTED = {"SGD": "momentums", "Adam": "_momentums", "Adamax": "_m"}
 #: dtypes that Horovod can broadcast; others, such as the uint32 of random seeds, are cast
 _BROADCAST = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
 
@@ -48,8 +52,7 @@ def DistributedOptimizer(
 
     Args:
         optimizer: a new Keras 3 optimizer. It may be a ``LossScaleOptimizer`` around a plain optimizer.
-        compression: a Compressor, or the argument for one: a method id, a Method, a Plan or a plan's dict. "auto" sets
-            beta_1 of Adam and related optimizers to 0.
+        compression: a Compressor, or the argument for one: a method id, a Method, a Plan or a plan's dict.
         op: ``hvd.Average`` or ``hvd.Sum``.
         backward_passes_per_step: number of batches whose gradients each rank averages before they are exchanged.
         sparse_as_dense: convert the sparse gradients of embeddings to dense ones. Without it, they are an error.
@@ -88,13 +91,18 @@ def DistributedOptimizer(
     # Change the class of this object: a new optimizer from get_config() would lose all attributes
     # that a program's own optimizer class does not put into its configuration
     mixin = _ReducesScaled if scaled else _Reduces
-    cls = type(optimizer)
-    object.__setattr__(optimizer, "__class__", type(cls.__name__, (mixin, cls), {"__module__": cls.__module__}))
+    _mix_in(mixin, optimizer)
     optimizer.compressor = compressor
     optimizer.reduction = op
     optimizer.sparse_as_dense = sparse_as_dense
     compressor.all_names = lambda: list(optimizer._names(()).values())
-    _adapt_momentum(optimizer.inner_optimizer if scaled else optimizer, compressor)
+    compressor.is_adapted = True  # as far as possible; a warning says where it is not
+    inner = optimizer.inner_optimizer if scaled else optimizer
+    if scaled:
+        _mix_in(_Adapts, inner)
+    # Not setattr(), and no strong reference: Keras would save the optimizer as a part of itself
+    vars(inner)["_reducing"] = weakref.ref(optimizer)
+    inner._warn_if_not_adapted()
     if scaled:
         compressor.loss_scale = lambda: float(
             tf.convert_to_tensor(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
@@ -102,31 +110,10 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _adapt_momentum(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
-    """Let the Compressor adapt the momentum of the optimizer, if it can; log on rank 0 what it does."""
-    compressor.use_optimizer(optimizer)
-    logs = compressor.local.rank == 0 and may_adapt(compressor.plan)
-    clips = [key for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(optimizer, key, None) is not None]
-    momentum = keras_momentum(optimizer)
-    text = ""
-    if clips and momentum and momentum.factor:
-        compressor.use_optimizer(SGD(0.0))
-        text = (
-            f"the optimizer's momentum is not adapted, because {clips[0]} would clip the adapted gradients, which are "
-            "larger. Momentum on top of residuals costs accuracy; give the Compressor local_clip_norm instead"
-        )
-    elif momentum and momentum.factor:
-        text = (
-            f"the optimizer's momentum ({momentum.factor:g}) is adapted to how long gradients wait in residuals; "
-            "optimizer_momentum: keep turns this off"
-        )
-    elif beta := float(getattr(optimizer, "beta_1", 0.0)):
-        text = (
-            f"{type(optimizer).__name__} with beta_1 = {beta:g}: momentum on top of residuals costs accuracy, and "
-            "only the momentum of SGD can be adapted; set beta_1=0.0"
-        )
-    if text and logs:
-        log.warn_once(text)
+def _mix_in(mixin: type, optimizer: keras.optimizers.Optimizer) -> None:
+    """Make the class of an optimizer a subclass of ``mixin`` and of its present class."""
+    cls = type(optimizer)
+    object.__setattr__(optimizer, "__class__", type(cls.__name__, (mixin, cls), {"__module__": cls.__module__}))
 
 
 #: A key in the configuration of an optimizer that reduces gradients. Keras does not know it as an argument, so loading
@@ -241,7 +228,56 @@ class _Reduction:
             )
 
 
-class _Reduces(_Reduction):
+class _Adapts:
+    """Mixin that adapts the momentum of an optimizer to gradients that have waited in residuals.
+
+    Attributes:
+        _reducing: returns the optimizer that reduces the gradients: this one, or the ``LossScaleOptimizer`` around it.
+    """
+
+    _reducing: Any
+
+    def _algorithm(self) -> str:
+        """Return the name of the class whose step is used."""
+        return next((cls.__name__ for cls in type(self).__mro__ if "update_step" in vars(cls)), "")
+
+    def _first_moments(self) -> tuple[str, Moment] | None:
+        """Return the attribute that has the first moments, and how they are used; None if they are not known."""
+        this: Any = self
+        name = self._algorithm()
+        if name == "SGD":
+            rate = -tf.cast(this.learning_rate, tf.float32)
+            return ADAPTED[name], heavy_ball(this.momentum, rate, this.nesterov)
+        if name in ADAPTED:
+            correction = 1.0 - tf.pow(float(this.beta_1), tf.cast(this.iterations + 1, tf.float32))
+            return ADAPTED[name], corrected_average(this.beta_1, correction)
+        return None
+
+    def _warn_if_not_adapted(self) -> None:
+        momentum = getattr(self, "beta_1", getattr(self, "momentum", 0.0))
+        compressor = self._reducing().compressor
+        methods = compressor.plan.methods
+        if momentum and compressor.local.rank == 0 and any(map(adapts, methods)) and self._algorithm() not in ADAPTED:
+            log.warn_once(
+                f"{type(self).__name__}: momentum on top of residuals costs accuracy, and that of this optimizer is "
+                "not adapted; use SGD, Adam or AdamW, or less momentum. optimizer_momentum: keep hides this warning"
+            )
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        found = self._first_moments()
+        context: Any = nullcontext()
+        if found and found[1].decay:
+            names = self._reducing()._names(trainable_variables)
+            moments = getattr(self, found[0])
+            index = self._get_variable_index  # type: ignore[attr-defined]
+            buffers = {names[id(each)]: moments[index(each)] for each in trainable_variables}
+            gradients = {names[id(each)]: grad for each, grad in zip(trainable_variables, grads, strict=True)}
+            context = self._reducing().compressor._adapting(buffers, gradients, found[1])
+        with context:
+            super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+
+
+class _Reduces(_Adapts, _Reduction):
     """Mixin that reduces gradients just before Keras clips and applies them, after accumulation and unscaling."""
 
     _reduced: Any

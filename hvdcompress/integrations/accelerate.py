@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from hvdcompress import ddp
-from hvdcompress._torch.optimizers import trains, unwrapped
 from hvdcompress.integrations import rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
@@ -45,8 +44,8 @@ def attach(
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        settings: as for :func:`hvdcompress.ddp.attach`. By default ``optimizer`` is what accelerate has prepared for
-            this model and, with ``mixed_precision="fp16"``, ``loss_scale`` is taken from accelerate's scaler.
+        settings: as for :func:`hvdcompress.ddp.attach`. With ``mixed_precision="fp16"``, ``loss_scale`` is by default
+            taken from accelerate's scaler.
 
     Returns:
         The Compressor.
@@ -66,9 +65,6 @@ def attach(
             "multi-GPU or multi-CPU training"
         )
     known: dict[str, Any] = {"loss_scale": accelerator.scaler.get_scale} if accelerator.scaler else {}
-    # Without its optimizer, a resumed training would not adapt the loaded momentum in its first step
-    parameters = {id(parameter) for parameter in model.parameters()}
-    known["optimizer"] = [each for each in accelerator._optimizers if trains(unwrapped(each), parameters)] or None
     compressor = ddp.attach(model, method, **{**known, **settings})
 
     def save(models: list[torch.nn.Module], weights: Any, folder: str) -> None:

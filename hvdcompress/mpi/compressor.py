@@ -40,10 +40,8 @@ from hvdcompress.engine.node_step import Levels, new_step  # noqa: E402
 from hvdcompress.engine.nodes import Location, find_nodes  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
-from hvdcompress.engine.telemetry import log  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
-from hvdcompress.optimizers import SGD, UNKNOWN_OPTIMIZER, may_adapt, momentum_reader  # noqa: E402
 from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of  # noqa: E402
 
 Array = np.ndarray[Any, Any]
@@ -60,8 +58,6 @@ class Compressor(compressor.Compressor):
         comm: an mpi4py intracommunicator. The Compressor uses duplicates of it.
         loss_scale: the factor by which gradients are multiplied: a number, or a function that returns it. Residuals
             are kept unscaled, so the factor may change between steps.
-        optimizer: a description of the program's optimizer. Its momentum is adapted where error feedback delays
-            gradients.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
@@ -71,7 +67,6 @@ class Compressor(compressor.Compressor):
 
     Raises:
         ValueError: the plan is wrong; ``comm`` is not an intracommunicator.
-        TypeError: ``optimizer`` does not describe an optimizer.
         PeerError: the plan of another rank is wrong, or differs from this rank's plan.
     """
 
@@ -83,7 +78,6 @@ class Compressor(compressor.Compressor):
         comm: MPI.Comm = MPI.COMM_WORLD,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
-        optimizer: SGD | None = None,
         **settings: Any,
     ):
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -97,18 +91,13 @@ class Compressor(compressor.Compressor):
             error = caught
             plan = plan_of("none")
         super().__init__(plan, comm.rank, comm.size, loss_scale)
-        try:
-            self.local.optimizer = momentum_reader(optimizer)
-        except TypeError as caught:
-            error = error or caught
         self._tensors: _Tensors | None = None  # the tensors of the last step
         self._step: Step | None = None  # the open step; None between steps
         with self.watchdog.rendezvous("every rank's Compressor"):
             self._transport = MPITransport(comm)
             self._finalizer = weakref.finalize(self, self._transport.alarms.stop_listening)
             self._collectives = Collectives(self._transport, self.local.observers)
-            terms = {**plan.to_dict(), "optimizer": str(optimizer)}
-            message = json.dumps([str(error) if error else "", terms, self.watchdog.endpoint()])
+            message = json.dumps([str(error) if error else "", plan.to_dict(), self.watchdog.endpoint()])
             everyone = self._collectives.gather_text("plan", message)
         errors, plans, addresses = zip(*map(json.loads, everyone), strict=True)
         if error:
@@ -123,8 +112,6 @@ class Compressor(compressor.Compressor):
         self._network: Collectives | Levels = self._collectives
         if nodes:
             self._network = Levels.over(self._transport, self._transport.split(nodes), self.local.observers)
-        if optimizer is None and may_adapt(plan) and comm.rank == 0:
-            log.warn_once(UNKNOWN_OPTIMIZER)
 
     def close(self) -> None:
         """Free the Compressor's communicators; collective. Without this call, they are kept until MPI is finalized."""

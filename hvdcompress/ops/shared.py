@@ -38,7 +38,6 @@ FP32_MAX_BITS = 0x7F7FFFFF  #: bits of the largest finite float32. The bits of n
 PIECE = 512  #: number of summands that are folded to one sum, before the sums of pieces are folded
 MIX_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  #: the two factors of MurmurHash3's finalizer
 NEGLIGIBLE = 1e-6  #: if orthogonalising leaves less than this share of a row, the rest is float32 rounding error
-SPANNED = 1e-5  #: difference from a linear combination, relative to the largest element, that is float32 rounding error
 
 # -- indices and statistics ---------------------------------------------------------------------------------------
 

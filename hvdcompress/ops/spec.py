@@ -66,29 +66,19 @@ class Ops(Protocol):
     def take(self, x: Array, index: Array) -> Array:
         """Return x[index] [k]. ``index`` [k] is int32 or int64, each index in [0, n)."""
 
-    def take_by_age(self, table: Array, stamps: Array, now: int) -> Array:
-        """Look up each element's age in a table: table[min(max(age, 1), m) − 1] [n].
-
-        Args:
-            table: [m] float32, m < 128.
-            stamps: [n] int8, the time of each element's last update. Its age is now − stamp modulo 2^8, as an int8.
-            now: The current time, an int8.
-        """
-
-    def stamp(self, table: Array, stamps: Array, now: int, index: Array, out: Array) -> Array:
-        """Look up the ages of the elements at ``index``, then mark these elements as updated now.
+    def stamp(self, stamps: Array, now: int, index: Array, out: Array) -> Array:
+        """Return the ages of the elements at ``index``, and mark these elements as updated now.
 
         Sets out = stamps, with ``now`` at ``index``.
 
         Args:
-            table: As for :meth:`take_by_age`.
-            stamps: As for :meth:`take_by_age`.
+            stamps: [n] int8, the time of each element's last update. Its age is now − stamp modulo 2^8, as an int8.
             now: The current time, an int8.
             index: [k], as for :meth:`take`; may contain duplicates. A few ascending runs are fast.
             out: [n] int8; not ``stamps`` itself.
 
         Returns:
-            The table entries for the ages before the update [k] float32, as :meth:`take_by_age` returns them.
+            The ages before the update [k] int8.
         """
 
     def sort(self, x: Array) -> Array:
@@ -719,19 +709,4 @@ class Ops(Protocol):
 
         Returns:
             [count × m] float64.
-        """
-
-    def coordinates(self, x: Array, basis: Array, rows: int) -> Array | None:
-        """Express the rows of ``x`` as linear combinations of the rows of ``basis``.
-
-        The op uses no matrix library, for the reason given at :meth:`orthonormalise`.
-
-        Args:
-            x: [count × m] float32.
-            basis: [rows × m] float32, orthonormal; rows may be zero.
-            rows: Number of rows of ``basis``.
-
-        Returns:
-            The weights, transposed: [rows × count] float64. None if a row of ``x`` is not in the span of ``basis``, to
-            the rounding of float32, or if the host would have to wait for a device to know that.
         """

@@ -152,11 +152,9 @@ class Plan:
     warn_after: int = 120  #: seconds after which a waiting step is reported, with the missing ranks; 0: never
     end_after: int | None = None  #: seconds after which it ends; 0: never; None: 1800, or the process group's timeout
     verify_every: int = 0  #: interval in steps between comparisons of the ranks' parameters and shared state; 0: never
-    clip_norm: float | None = None  #: clip the reduced gradient of all tensors to this norm; inf: only measure the norm
     fallback: bool = False  #: whether to give up compression if the first steps show that it saves no time
     cosine_every: int = 0  #: interval in steps between comparisons with the uncompressed average; 0: never
     nodes: int | str = 0  #: number of nodes for an exchange with two levels; "auto": ask the launcher; 0: one level
-    without_beta1: bool = False  #: whether beta1 of Adam and its relatives is set to 0 in optimizers that are given
     source: str = "{}"  #: the plan as JSON, with defaults filled in
 
     def to_dict(self) -> dict[str, Any]:

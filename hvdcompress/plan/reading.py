@@ -18,18 +18,23 @@ from hvdcompress.registry import FieldError, classes, get, suggest
 
 PLAN_KEYS = (
     "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed",
-    "watchdog", "warn_after", "end_after", "verify_every", "clip_norm", "fallback", "cosine_every", "without_beta1",
-    "nodes",
+    "watchdog", "warn_after", "end_after", "verify_every", "fallback", "cosine_every", "nodes",
 )  # fmt: skip
 #: Keys with integer values, and their defaults
 INTEGERS = {
     "min_elements": 1024, "bucket_elements": None, "seed": 0, "warn_after": 120, "end_after": None, "verify_every": 0
 }  # fmt: skip
 #: The plan of the method "auto"
-AUTO = {"method": "topk", "density": 0.01, "values": "qsgd4", "fallback": True, "without_beta1": True}
+AUTO = {"method": "topk", "density": 0.01, "values": "qsgd4", "fallback": True}
 RULE_KEYS = ("method", "warmup", "schedule")
 #: Keys that are true or false, and their defaults
-FLAGS = {"watchdog": True, "fallback": False, "without_beta1": False}
+FLAGS = {"watchdog": True, "fallback": False}
+#: Keys of earlier versions, and what replaces them
+GONE = {
+    "optimizer": "is not needed: the momentum of any optimizer is adapted when it takes its step",
+    "without_beta1": "is not needed: Adam's momentum is adapted when it takes its step",
+    "clip_norm": "is not needed: gradients are the average over the ranks, so clip them as in any other program",
+}
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
 
@@ -54,8 +59,6 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         end_after: 1800             # seconds after which the process ends; 0: never. Without this key: under
                                     # PyTorch DDP and FSDP2 the timeout of the process group, otherwise 1800
         verify_every: 0             # interval in steps at which ranks compare parameters and shared state; 0: never
-        clip_norm: 1.0              # clip the averaged gradient of all tensors to this norm; null: no clipping;
-                                    # .inf: only measure the norm, for Compressor.gradient_norm()
         fallback: true              # compare some of the first steps with uncompressed steps, and give up
                                     # compression if it saves no time; under PyTorch DDP and Horovod
         cosine_every: 100           # interval in steps at which uncompressed gradients are averaged, too, and
@@ -63,14 +66,13 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         nodes: auto                 # exchange with two levels: uncompressed inside a node, compressed between nodes;
                                     # auto: as the launcher has distributed the ranks; or the number of nodes; 0: one
                                     # level
-        without_beta1: true         # set beta1 of Adam and its relatives to 0, if the driver is given the optimizer
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob pattern
             method: none
           - match: {ndim: 4, min_size: 100000}  # all conditions must hold
             density: 0.004                      # no method: the default method, with this change
 
-    The method "auto" is topk with a density of 1 % and 4-bit values, with ``fallback`` and ``without_beta1``.
+    The method "auto" is topk with a density of 1 % and 4-bit values, with ``fallback``.
 
     Args:
         source: path of the file, or the dict.
@@ -142,7 +144,7 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
     """Create a plan from a method that is not registered, such as one under development."""
     doc = Document({**settings})
-    doc.known_keys((*INTEGERS, *FLAGS, "clip_norm", "cosine_every", "nodes"))
+    doc.known_keys((*INTEGERS, *FLAGS, "cosine_every", "nodes"))
     shared = _plan_settings(doc)
     source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **shared}
     return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **shared)
@@ -156,11 +158,6 @@ def _plan_settings(doc: Document) -> dict[str, Any]:
             raise doc.error(key, f"{flag!r} must be true or false")
         if flag or default:
             found[key] = flag
-    limit = doc.value.get("clip_norm")
-    if limit is not None:
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-            raise doc.error("clip_norm", f"{limit!r} must be a positive number")
-        found["clip_norm"] = float(limit)
     if every := doc.integer("cosine_every", 0, least=0):
         found["cosine_every"] = every
     if doc.value.get("nodes") == "auto":
@@ -171,6 +168,8 @@ def _plan_settings(doc: Document) -> dict[str, Any]:
 
 
 def _read(doc: Document) -> Plan:
+    for key in GONE.keys() & doc.value.keys():
+        raise doc.error(key, GONE[key])
     if doc.value.get("method") == "auto":
         doc = doc.with_defaults(AUTO, instead_of="method")
     if "method" not in doc.value:

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from hvdcompress.optimizers import SGD
 from tests.ranks.checks import assert_close
 from tests.ranks.exchanges import EXCHANGES, Settings, num_steps
 from tests.ranks.watching import Watcher
@@ -47,12 +46,11 @@ class Compared:
 
 
 def expect(driver: Any, method: str, settings: Settings, steps: int, **more: Any) -> Expected:
-    """Run the loopback. ``more``: shapes, op, dtype, momentum; see :func:`compare`."""
+    """Run the loopback. ``more``: shapes, op, dtype; see :func:`compare`."""
     shapes, net, ranks = more.get("shapes", driver.shapes), driver.yardstick(method, settings), range(driver.world_size)
     watchers = [Watcher(rank) for rank in ranks]
-    for watcher, rank in zip(watchers, net.ranks, strict=False):
+    for watcher in watchers:
         net.watch(watcher)
-        rank.optimizer = SGD(more.get("momentum", 0.0)).read
     everyone = (driver.everyone(step, shapes, more.get("dtype", "float32")) for step in range(steps))
     return Expected(
         results=[net.allreduce_many(given, op=more.get("op", "average"))[0] for given in everyone],
@@ -74,16 +72,14 @@ def compare(
         settings: its hyper-parameters and plan keys.
         steps: number of steps.
         expected: what the loopback returns, if it was run before.
-        **more: shapes, op, dtype; momentum of the optimizer; order of the gradients; and watched, whether all that is
-            sent is observed and counted.
+        **more: shapes, op, dtype; order of the gradients; and watched, whether all that is sent is observed.
     """
     order, watched = more.pop("order", None), more.pop("watched", False)
     expected = expected or expect(driver, method, settings, steps, **more)
-    shapes, momentum = more.pop("shapes", driver.shapes), more.pop("momentum", 0.0)
+    shapes = more.pop("shapes", driver.shapes)
     results, digests, watcher = [], [], Watcher(driver.rank)
     with driver.counting() if watched else nullcontext() as counter:
         handle = driver.make(method, settings, shapes, **more)
-        handle.use(SGD(momentum))
         if watched:
             handle.watch(watcher)
         for step in range(steps):
@@ -137,7 +133,7 @@ _compared: dict[Any, list[Compared]] = {}
 
 
 def all_exchanges(driver: Any) -> list[Compared]:
-    """Compare every kind of exchange, with momentum in the optimizer. Done once per launch: several tests ask for it.
+    """Compare every kind of exchange. Done once per launch: several tests ask for it.
 
     Each rank runs the loopback for some of them.
     """
@@ -145,11 +141,11 @@ def all_exchanges(driver: Any) -> list[Compared]:
     if key not in _compared:
         numbered = [(number, *one, num_steps(one[1])) for number, one in enumerate(EXCHANGES)]
         mine = numbered[driver.rank :: driver.world_size]
-        expected = {n: expect(driver, method, settings, steps, momentum=0.9) for n, method, settings, steps in mine}
+        expected = {n: expect(driver, method, settings, steps) for n, method, settings, steps in mine}
         for others in driver.gather(expected):
             expected.update(others)
         _compared[key] = [
-            compare(driver, method, settings, steps, expected[n], watched=True, momentum=0.9)
+            compare(driver, method, settings, steps, expected[n], watched=True)
             for n, method, settings, steps in numbered
         ]
     return _compared[key]

@@ -1,66 +1,211 @@
-"""Tests of the DDP driver with optimizers: their momentum, GradScaler, and Adam under ``auto``."""
+"""Tests of the DDP driver with optimizers: their momentum is adapted, and nothing else of them changes."""
 
 from __future__ import annotations
+
+import copy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
-from hvdcompress.engine.fallback import Verdict
-from tests.ranks.checks import assert_close, assert_same_on_all_ranks
-from tests.ranks.ddp_model import SHAPES
+from tests.ranks.checks import assert_close, assert_same_on_all_ranks, logged
 from tests.ranks.drivers.ddp import Net
 from tests.ranks.torch_nets import CANCELLED, assert_momentum_buffer
 
 pytestmark = pytest.mark.drivers("ddp")
+SPARSE = {"density": 0.05, "min_elements": 1, "optimizer_momentum": "cancel"}
 
 
-def train_with_grad_scaler(driver, groups):
-    """Train a small net with other options for each parameter; return the weights.
-
-    One rank overflows in step 5. The optimizer is not called in steps 3 and 7. Gradients are clipped.
-    """
+def new_model():
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
-    model = DistributedDataParallel(net)
-    options = [{"params": [p], **group} for p, group in zip(model.parameters(), groups, strict=True)]
-    optimizer = torch.optim.SGD(options, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    settings = {"density": 0.05, "min_elements": 1, "optimizer_momentum": "cancel", "clip_norm": 0.3}
-    compressor = ddp.attach(model, "topk", optimizer=optimizer, loss_scale=scaler.get_scale, **settings)
-    norms, generator = [], torch.Generator().manual_seed(driver.rank)
-    for step in range(10):
+    return DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
+    )
+
+
+def losses(driver, model, count, scale=1.0):
+    """Yield the losses of some steps. ``scale``: of the weights' gradients, by step."""
+    generator = torch.Generator().manual_seed(driver.rank)
+    for _ in range(count):
         x = torch.randn(16, 64, generator=generator)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
-        overflows = step == 5 and driver.rank == driver.world_size - 1
-        scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
-        if step != 5 and "momentum" not in groups[0]:
-            norms.append(compressor.gradient_norm())
-            clipped = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]) / scaler.get_scale()
-            assert abs(clipped - min(0.3, norms[-1])) < 1e-4, step
-        if step not in (3, 7):
-            scaler.step(optimizer)
-            scaler.update()
-    assert compressor.ledger.steps == 9, "the step with an overflow is undone"
-    assert not norms or max(norms) > 0.3
-    weights = {name: p.detach().numpy() for name, p in net.named_parameters()}
+        yield torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)) * scale
+
+
+def weights_of(driver, model):
+    weights = {name: p.detach().numpy().copy() for name, p in model.module.named_parameters()}
     assert_same_on_all_ranks(weights, driver.gather, "weights")
     return weights
 
 
-def test_cancelled_momentum_trains_as_an_optimizer_without_momentum(driver):
-    """Heavy ball, dampening, Nesterov and another factor, with ``clip_norm`` under a GradScaler and skipped steps."""
+def train_with_grad_scaler(driver, groups, fused):
+    """Train a small net with other options for each parameter; return the weights.
+
+    One rank overflows in step 5. The optimizer is not called in steps 3 and 7. Gradients are clipped.
+    """
+    model = new_model()
+    options = [{"params": [p], **group} for p, group in zip(model.parameters(), groups, strict=True)]
+    optimizer = torch.optim.SGD(options, lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    compressor = ddp.attach(model, "topk", loss_scale=scaler.get_scale, **SPARSE)
+    norms = []
+    for step, loss in enumerate(losses(driver, model, 10)):
+        optimizer.zero_grad()
+        overflows = step == 5 and driver.rank == driver.world_size - 1
+        scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+        if not fused:
+            scaler.unscale_(optimizer)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+        if step not in (3, 7):
+            scaler.step(optimizer)
+        if not fused or step not in (3, 7):
+            scaler.update()
+    assert compressor.ledger.steps == 9, "the step with an overflow is undone"
+    assert fused or len(set(driver.gather([float(each) for each in norms])[0])) > 1
+    return weights_of(driver, model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_cancelled_momentum_trains_as_an_optimizer_without_momentum(driver, fused):
+    """Heavy ball, Nesterov, dampening and another factor, clipped under a GradScaler, with skipped steps. A fused step
+    unscales the gradients itself, and is skipped inside."""
     options = [
         {"momentum": 0.9, "lr": 0.05},
-        {"momentum": 0.9, "dampening": 0.5, "lr": 0.1},
+        {"momentum": 0.9, "dampening": 0.0 if fused else 0.5, "lr": 0.05 if fused else 0.1},
         {"momentum": 0.9, "nesterov": True, "lr": 0.05},
         {"momentum": 0.5, "lr": 0.25},
     ]
-    got, want = (train_with_grad_scaler(driver, groups) for groups in (options, [{"lr": 0.5}] * 4))
+    got, want = (train_with_grad_scaler(driver, groups, fused) for groups in (options, [{"lr": 0.5}] * 4))
     assert_close(got, want, (1e-5, 1e-5), "weights")
+
+
+class OwnSGD(torch.optim.SGD):
+    """A subclass without a step of its own."""
+
+
+class OwnStep(torch.optim.SGD):
+    """A subclass with a step of its own, which calls that of SGD."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def with_closure(optimizer, loss_of):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def as_usual(optimizer, loss_of):
+    optimizer.zero_grad()
+    loss_of().backward()
+    optimizer.step()
+
+
+def after_a_failure(optimizer, loss_of):
+    """Take a step that fails, and then another one."""
+    optimizer.zero_grad()
+    loss_of().backward()
+    kept = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = "wrong"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = kept
+    optimizer.step()
+
+
+STEPS = {
+    "plain": (partial(torch.optim.SGD, momentum=0.9), as_usual),
+    "closure": (partial(torch.optim.SGD, momentum=0.9), with_closure),
+    "failure": (partial(torch.optim.SGD, momentum=0.9, foreach=False), after_a_failure),
+    "foreach, Nesterov": (partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True), as_usual),
+    "subclass": (partial(OwnSGD, momentum=0.9), with_closure),
+    "ZeRO": (partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, momentum=0.9), as_usual),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "closure", "failure", "foreach, Nesterov", "subclass", "ZeRO"])
+def test_every_way_of_taking_a_step_is_adapted(driver, kind):
+    """A step contains the reduced gradient at the effective rate, as without momentum."""
+    results = []
+    for make, step in (STEPS[kind], (torch.optim.SGD, as_usual)):
+        model = new_model()
+        optimizer = make(model.parameters(), lr=0.5 if make is torch.optim.SGD else 0.05)
+        ddp.attach(model, "topk", **SPARSE)
+        generated = losses(driver, model, 4)
+        for _ in range(4):
+            step(optimizer, lambda generated=generated: next(generated))
+        results.append(weights_of(driver, model))
+    assert_close(*results, (1e-4, 1e-5), kind)
+
+
+def test_compiled_steps_equal_eager_ones(driver):
+    results = []
+    for compiles in (False, True):
+        model = new_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        ddp.attach(model, "topk", **SPARSE)
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for loss in losses(driver, model, 4):
+            optimizer.zero_grad()
+            loss.backward()
+            step()
+        results.append(weights_of(driver, model))
+    assert_close(*results, (1e-4, 1e-5), "compiled")
+
+
+def schedules(optimizer):
+    """Do what programs do to optimizers while they train; yield before each step."""
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=8)  # it cycles beta1, too
+    yield
+    rates.step()
+    yield
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    yield
+    late = torch.nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [late]})
+    yield
+
+
+@pytest.mark.parametrize("name,method", [("AdamW", "auto"), ("SGD", "topk"), ("RAdam", "powersgd")])
+def test_no_parameter_group_is_changed(driver, name, method):
+    """After each step they are those of a training without compression."""
+    results = []
+    for compresses in (True, False):
+        model = new_model()
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
+        if compresses:
+            ddp.attach(model, {"method": method, "min_elements": 1})
+        groups = []
+        for _, loss in zip(schedules(optimizer), losses(driver, model, 4), strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            groups.append(copy.deepcopy(optimizer.state_dict()["param_groups"]))
+        results.append(groups)
+    assert results[0] == results[1]
+
+
+def test_adam_keeps_its_momentum_for_uncompressed_tensors_alone(driver):
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ddp.attach(model, "topk", density=0.05, min_elements=500)  # the biases are sent uncompressed
+    for loss in losses(driver, model, 3):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for name, parameter in model.module.named_parameters():
+        average = optimizer.state[parameter]["exp_avg"]
+        scale = parameter.grad.abs().max()
+        assert (average.abs().max() > 0.01 * scale) == name.endswith("bias"), name
 
 
 def train(model, optimizer, gradient):
@@ -70,47 +215,100 @@ def train(model, optimizer, gradient):
     optimizer.step()
 
 
-class OwnSGD(torch.optim.SGD):
-    """An optimizer of the user's, with its own ``step``."""
+def test_momentum_through_unusual_steps(driver):
+    """Optimizer steps with a program's own gradients, backward passes without an optimizer step, and pauses.
 
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("is_own_class", [False, True])
-def test_momentum_buffer_is_followed_through_unusual_steps(driver, is_own_class):
-    """Optimizer steps without a gradient or with zeros, backward passes without an optimizer step, and pauses."""
+    Only a gradient that was exchanged and compressed is applied at once.
+    """
     model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
     weight = model.module.weight
-    optimizer = (OwnSGD if is_own_class else torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
-    compressor = ddp.attach(model, "topk", optimizer=optimizer, **CANCELLED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    compressor = ddp.attach(model, "topk", **CANCELLED)
+    buffer = 0.0
     for step in range(8):
         if step in (2, 6):
             optimizer.zero_grad()
             optimizer.step()
         if step == 4:
-            weight.grad.zero_()
+            weight.grad.fill_(2.0)
             optimizer.step()
+            buffer = 0.9 * buffer + 2.0
         if step in (3, 7):
             model(torch.ones(1, 64)).sum().backward()  # as a GradScaler that skips a step
         if step in (5, 6):
             with compressor.paused():
-                train(model, optimizer, 0.0)
+                train(model, optimizer, 1.0)
+            buffer = 0.9 * buffer + 1.0
+        before = weight.detach().clone()
         train(model, optimizer, step + 1.0)
-        assert_momentum_buffer(optimizer, weight, 10.0 * (step + 1), f"step {step}")
+        buffer *= 0.9
+        moved = (before - weight.detach()).numpy()
+        np.testing.assert_allclose(moved, 0.1 * (10.0 * (step + 1) + buffer), rtol=1e-4, err_msg=f"step {step}")
+        assert_momentum_buffer(optimizer, weight, buffer, f"step {step}")
     compressor.close()
 
 
-def test_optimizer_is_found_at_its_first_step(driver):
-    """Without ``optimizer=``, the buffer keeps its first gradient. A new optimizer replaces the old one."""
+def test_new_optimizers_and_inner_optimizers(driver):
+    """A new SGD for each task while the old ones are kept; and an inner SGD on the same parameters without exchange."""
     model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
     ddp.attach(model, "topk", **CANCELLED)
-    for number in range(2):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    weight = model.module.weight
+    kept = []
+    for number in range(3):
+        kept.append(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(3):
-            train(model, optimizer, step + 1.0)
-            want = 10.0 * (step + 1) + 0.9**step if step else 1.0
-            assert_momentum_buffer(optimizer, model.module.weight, want, f"optimizer {number}, step {step}")
+            with model.no_sync():
+                train(model, inner, 1.0)
+            before = weight.detach().clone()
+            train(model, kept[-1], step + 1.0)
+            moved = (before - weight.detach()).numpy()
+            np.testing.assert_allclose(moved, step + 1.0, rtol=1e-4, err_msg=f"optimizer {number}, step {step}")
+        assert_momentum_buffer(inner, weight, 1.0 + 0.9 + 0.81, "the inner optimizer is not adapted")
+
+
+def test_averaged_weights_are_no_gradients(driver):
+    """Federated averaging with an inner SGD: its momentum is its own."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    weight = torch.nn.Parameter(torch.zeros(64, 64))
+    compressor = ddp.Compressor("topk", [("w", weight)], **CANCELLED)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    buffer = 0.0
+    for step in range(4):
+        weight.grad = torch.full((64, 64), step + 1.0)
+        optimizer.step()
+        buffer = 0.9 * buffer + step + 1.0
+        compressor.allreduce({"w": weight.data})
+        assert_momentum_buffer(optimizer, weight, buffer, f"step {step}")
+    weight.grad = torch.ones(64, 64)
+    compressor.allreduce({"w": weight.grad})  # this is one
+    optimizer.step()
+    assert_momentum_buffer(optimizer, weight, 0.9 * buffer, "a gradient")
+    del model
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "complex", "bfloat16", "float64"])
+def test_layouts_and_dtypes_of_parameters(driver, layout):
+    """All elements are applied at once, at ten times the rate, and nothing stays in the buffer."""
+    dtypes = {"complex": torch.complex64, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    dtype = dtypes.get(layout, torch.float32)
+    net = torch.nn.Module()
+    net.weight = torch.nn.Parameter(torch.zeros(8, 6, 3, 3, dtype=dtype))
+    if layout == "channels_last":
+        net.weight = torch.nn.Parameter(net.weight.detach().contiguous(memory_format=torch.channels_last))
+    drawn = torch.randn(8, 6, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    net.forward = lambda: (net.weight * drawn.to(dtype)).real.sum()
+    model = DistributedDataParallel(net)
+    ddp.attach(model, "topk", density=0.3, min_elements=1, optimizer_momentum="cancel")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        before = net.weight.detach().clone()
+        optimizer.zero_grad()
+        model().backward()
+        reduced = net.weight.grad.clone()
+        optimizer.step()
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if layout == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(before - net.weight.detach(), reduced, msg=f"step {step}", **tolerance)
 
 
 def test_momentum_of_a_parameter_that_is_frozen_for_some_steps(driver):
@@ -121,7 +319,7 @@ def test_momentum_of_a_parameter_that_is_frozen_for_some_steps(driver):
         model = DistributedDataParallel(net, find_unused_parameters=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
         if attached:
-            ddp.attach(model, "topk", density=1.0, min_elements=1, optimizer=optimizer)
+            ddp.attach(model, "topk", density=1.0, min_elements=1)
         for step in range(8):
             net.b.requires_grad_(step < 2 or step >= 6)
             optimizer.zero_grad()
@@ -132,33 +330,30 @@ def test_momentum_of_a_parameter_that_is_frozen_for_some_steps(driver):
 
 
 @pytest.mark.parametrize(
-    "optimizer_class,method,betas",
-    [("SGD", "auto", None), ("AdamW", "auto", (0.0, 0.999)), ("Adam", "powersgd", (0.9, 0.999))],
+    "name,momentum,words",
+    [
+        ("SGD", 0.9, "SGD with momentum = 0.9: adapted"),
+        ("AdamW", None, "AdamW with beta1 = 0.9: adapted"),
+        ("OwnStep", 0.9, "OwnStep with momentum = 0.9: momentum on top of residuals"),
+        ("NAdam", None, "NAdam with beta1 = 0.9: momentum on top of residuals"),
+        ("Adagrad", None, None),
+        ("SGD", 0.0, None),
+        ("RMSprop", 0.0, None),
+        ("none", None, "the momentum of your optimizer is not adapted"),
+    ],
 )
-def test_auto_sets_beta1_of_adam_to_zero(driver, optimizer_class, method, betas):
-    """Not with a method that the user has chosen. Other settings of the plan stay."""
-    model = DistributedDataParallel(torch.nn.Linear(64, 10))
-    optimizer = getattr(torch.optim, optimizer_class)(model.parameters(), lr=0.1)
-    compressor = ddp.attach(model, {"method": method, "min_elements": 7}, optimizer=optimizer, fallback=False)
-    assert (compressor.plan.min_elements, compressor.plan.fallback) == (7, False)
-    assert optimizer.param_groups[0].get("betas") == betas
-
-
-def test_beta1_of_adam_is_restored_when_compression_ends(driver):
-    """Also when such a state is loaded, before or after the optimizer is given."""
-    handle = driver.make("auto", {"min_elements": 7}, SHAPES)
-    optimizer = torch.optim.Adam(handle.model.parameters(), betas=(0.8, 0.99))
-    handle.use_optimizer(optimizer)
-    handle.reduce(driver.gradients(0, SHAPES))
-    assert optimizer.param_groups[0]["betas"] == (0.0, 0.99)
-    fallback = handle.local.fallback
-    fallback.verdict, fallback.num_flushed = Verdict.FLUSH, 99  # as after comparing the first steps, before the end
-    handle.reduce(driver.gradients(0, SHAPES))
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
-    for given_before in (True, False):
-        model = DistributedDataParallel(Net(SHAPES))
-        optimizer = torch.optim.Adam(model.parameters())
-        other = ddp.attach(model, "auto", optimizer=optimizer if given_before else None, min_elements=7)
-        other.load_state_dict(handle.state_dict())
-        other.use_optimizer(optimizer)
-        assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+def test_rank_0_logs_once_what_is_done(driver, name, momentum, words):
+    model = new_model()
+    ddp.attach(model, "topk", density=0.05)
+    options = {} if momentum is None else {"momentum": momentum}
+    make = OwnStep if name == "OwnStep" else getattr(torch.optim, name, None)
+    optimizer = make(model.parameters(), lr=0.01, **options) if make else None
+    with logged() as lines:
+        for loss in losses(driver, model, 3):
+            model.zero_grad()
+            loss.backward()
+            if optimizer:
+                optimizer.step()
+    found = [line for line in lines if "momentum" in line or "beta1" in line]
+    assert len(found) == (driver.rank == 0 and words is not None), found
+    assert not found or words in found[0]

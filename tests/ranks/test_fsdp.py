@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 
 from hvdcompress import fsdp
 from hvdcompress.loopback import Loopback
-from hvdcompress.optimizers import SGD
 from tests.ranks.checks import EXACT, FOLDER, assert_close
 from tests.ranks.torch_nets import gradients_of_nested
 
@@ -48,7 +47,7 @@ def attached(method, mesh, lr=0.2, momentum=0.0, **settings):
     """Return a sharded net, its optimizer, and the Compressor that exchanges its gradients between replicas."""
     model = sharded(mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    return model, optimizer, fsdp.attach(model, method, replicas=mesh["replicate"], optimizer=optimizer, **settings)
+    return model, optimizer, fsdp.attach(model, method, replicas=mesh["replicate"], **settings)
 
 
 def loss_of(model, step):
@@ -66,17 +65,19 @@ def train(model, optimizer, steps):
 
 
 def test_cancelled_momentum_trains_as_an_optimizer_without_momentum(driver, mesh):
-    """The momentum is cancelled in the flat vector of each module, so a module's parameters must have one momentum."""
+    """Each parameter of a module has its own momentum and rate."""
     results = []
-    for options in ({"lr": 0.05, "momentum": 0.9}, {"lr": 0.5}):
+    for with_momentum in (True, False):
         settings = {"density": 0.05, "min_elements": 1, "optimizer_momentum": "cancel"}
-        model, optimizer, _ = attached("topk", mesh, **options, **settings)
-        results.append(train(model, optimizer, range(5)))
+        model, _, _ = attached("topk", mesh, **settings)
+        momenta = [0.1 * number for number in range(1, 10)]
+        pairs = zip(model.parameters(), momenta, strict=False)
+        groups = [
+            {"params": [p], "momentum": m, "lr": 0.5 * (1 - m)} if with_momentum else {"params": [p], "lr": 0.5}
+            for p, m in pairs
+        ]
+        results.append(train(model, torch.optim.SGD(groups), range(5)))
     assert_close(*results, (1e-5, 1e-5), "sharded")
-    groups = [{"params": [p], "momentum": 0.1 * number} for number, p in enumerate(model.parameters())]
-    given = {"replicas": mesh["replicate"], "min_elements": 1, "optimizer": torch.optim.SGD(groups, lr=0.1)}
-    words = ["different momentum", "optimizer_momentum"]
-    driver.must_raise(ValueError, words, lambda: fsdp.attach(model, "topk", **given))
 
 
 @pytest.mark.parametrize("kind,levels", [("checkpoint", "0110"), ("checkpoint", "2112"), ("function", "1001")])
@@ -125,7 +126,6 @@ def test_uncompressed_gradients_are_those_of_one_big_batch(driver, mesh):
     ],
 )
 def test_results_and_bytes_equal_the_loopback(driver, mesh, method, settings, monkeypatch):
-    """With momentum that is adapted."""
     reduce, seen = fsdp.Compressor.reduce, []
 
     def recording(self, name, gradient):
@@ -135,12 +135,9 @@ def test_results_and_bytes_equal_the_loopback(driver, mesh, method, settings, mo
 
     monkeypatch.setattr(fsdp.Compressor, "reduce", recording)
     model, optimizer, compressor = attached(method, mesh, **settings)
-    compressor.local.optimizer = SGD(momentum=0.9).read
     weights = train(model, optimizer, range(3))
     assert len(seen) == 3 * len(LAYERS) == compressor.ledger.steps
     net = Loopback(method, world_size=REPLICAS, bucket_elements=0, **settings)
-    for each in net.ranks:
-        each.optimizer = SGD(momentum=0.9).read
     replicas = [None] * REPLICAS
     dist.all_gather_object(replicas, (seen, weights), mesh["replicate"].get_group())
     for everyone in zip(*(calls for calls, _ in replicas), strict=True):

@@ -23,7 +23,7 @@ from hvdcompress.horovod.keras import (
     load_model,
 )
 from hvdcompress.horovod.tensorflow import Compressor
-from tests.ranks.checks import FOLDER, REORDERED, assert_close, assert_same_on_all_ranks, heavy_tailed
+from tests.ranks.checks import FOLDER, REORDERED, assert_close, assert_same_on_all_ranks, heavy_tailed, logged
 from tests.ranks.drivers.tensorflow import TensorFlowDriver
 from tests.ranks.reduced import assert_reduced
 
@@ -92,17 +92,16 @@ def test_results_equal_the_loopback(driver, method, op, settings):
     "options,plain",
     [
         ({"momentum": 0.9, "nesterov": True}, {"learning_rate": 0.1}),
-        ({"momentum": 0.9, "global_clipnorm": 1e9}, {"momentum": 0.9}),
+        ({"momentum": 0.9, "global_clipnorm": 1e-3}, {"learning_rate": 0.1, "global_clipnorm": 1e-3}),
     ],
 )
 def test_cancelled_momentum_trains_as_an_optimizer_without_momentum(driver, options, plain):
-    """Also if a schedule changes the learning rate. Where Keras clips gradients, the momentum is kept."""
+    """Also if a schedule changes the learning rate, and with gradients that Keras has clipped."""
     results = []
     for given in (options, plain):
         given = {"learning_rate": 0.01, **given}
         given["learning_rate"] = keras.optimizers.schedules.ExponentialDecay(given["learning_rate"], 2, 0.7)
-        how = "keep" if given.keys() == {"learning_rate", "momentum"} else "cancel"
-        optimizer = distributed(keras.optimizers.SGD(**given), min_elements=1, optimizer_momentum=how)
+        optimizer = distributed(keras.optimizers.SGD(**given), min_elements=1, optimizer_momentum="cancel")
         optimizer.compressor.watch(SlowCollectives())  # the next step's learning rate must not be read meanwhile
         model = Variables(optimizer)
         moves = [model.reduce(driver.gradients(step, SHAPES)) for step in range(4)]
@@ -177,15 +176,29 @@ def test_broadcast_callback_makes_all_variables_equal(driver):
     assert_same_variables(driver, [*model.trainable_variables, *model.optimizer.variables])
 
 
-def test_auto_sets_beta1_of_adam_to_zero(driver):
-    """Unless ``without_beta1=False``, or with another method."""
-    for method, options, beta1 in (
-        ("auto", {}, 0.0),
-        (Compressor("auto"), {}, 0.0),
-        ("auto", {"without_beta1": False}, 0.9),
-        ("topk", {}, 0.9),
-    ):
-        assert DistributedOptimizer(keras.optimizers.Adam(1e-3), method, **options).beta_1 == beta1
+@pytest.mark.parametrize("name,accumulates", [("Adam", False), ("AdamW", True), ("Adamax", False)])
+def test_late_gradients_leave_nothing_in_the_average_of_adam(driver, name, accumulates):
+    """All elements are sent. The first step equals that of the plain optimizer, and beta_1 is not changed."""
+    options = {"gradient_accumulation_steps": 2} if accumulates else {}
+    optimizer = distributed(getattr(keras.optimizers, name)(0.1, **options), density=1.0, min_elements=1)
+    model = Variables(optimizer)
+    for step in range(4):
+        moved = model.reduce(driver.gradients(step, SHAPES))
+        if accumulates and step % 2 == 0:
+            continue
+        first = optimizer._m if name == "Adamax" else optimizer._momentums
+        for average in first:
+            np.testing.assert_allclose(np.array(average), 0.0, atol=1e-6)
+        assert all(np.abs(array).max() > 0 for array in moved.values())
+    assert optimizer.beta_1 == 0.9
+
+
+def test_optimizers_whose_momentum_is_not_known_are_warned_about(driver):
+    with logged() as lines:
+        distributed(keras.optimizers.Nadam(0.1))
+        distributed(keras.optimizers.RMSprop(0.1))
+    assert len([line for line in lines if "Nadam: momentum on top of residuals" in line]) == (driver.rank == 0)
+    assert not any("RMSprop" in line for line in lines)
 
 
 def test_metrics_are_averaged(driver):

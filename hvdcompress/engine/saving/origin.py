@@ -1,4 +1,4 @@
-"""What made a saved state: driver, versions and the optimizer's momentum; and what differs where it is loaded.
+"""What made a saved state: driver and versions; and what differs where it is loaded.
 
 This is for people. A state that was made in another way is loaded all the same, with a warning.
 """
@@ -10,11 +10,10 @@ import json
 import platform
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hvdcompress import __version__
-from hvdcompress.parts.momentum import Momentum
 from hvdcompress.plan import Plan, load
 from hvdcompress.plan.plan import read_source
 from hvdcompress.plan.reading import PLAN_KEYS, RULE_KEYS
@@ -25,35 +24,18 @@ PACKAGES = ("numpy", "numba", "torch", "tensorflow", "horovod", "mpi4py")
 #: plan keys that change neither what is sent nor what comes of it
 IDLE = {"watchdog", "warn_after", "end_after", "verify_every", "cosine_every"}
 
-Optimizer = Callable[[str], Momentum | None]
 
-
-def made_by(driver: str, optimizer: Optimizer, names: Iterable[str]) -> dict[str, Any]:
-    """Return what makes a state, as plain data: ``driver``, ``versions`` by package, and ``momentum``.
-
-    Momentum is that of the optimizer; the rule by which it is adapted is the plan's ``optimizer_momentum``.
+def made_by(driver: str) -> dict[str, Any]:
+    """Return what makes a state, as plain data: ``driver``, and ``versions`` by package.
 
     Args:
         driver: the driver's name.
-        optimizer: returns the momentum that is applied to a tensor.
-        names: the tensors.
     """
     versions = {"hvdcompress": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         if (version := getattr(sys.modules.get(package), "__version__", None)) is not None:
             versions[package] = str(version)
-    return {"driver": driver, "versions": versions, "momentum": _momenta(optimizer, names)}
-
-
-def _momenta(optimizer: Optimizer, names: Iterable[str]) -> str:
-    """Return the momenta of tensors, such as "0.9"; nothing where none is known."""
-    found: set[str] = set()
-    with contextlib.suppress(ValueError):  # a module's parameters may differ under FSDP: its first step says so
-        for name in names:
-            momentum = optimizer(name)
-            if momentum is not None:
-                found.add(f"{momentum.factor:g}{' (Nesterov)' * momentum.nesterov}")
-    return ", ".join(sorted(found))
+    return {"driver": driver, "versions": versions}
 
 
 def recorded(saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -62,22 +44,17 @@ def recorded(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def differences(saved: Mapping[str, Any], plan: Plan, now: Mapping[str, Any]) -> str:
+def differences(saved: Mapping[str, Any], plan: Plan) -> str:
     """Return what matters and was different where a state was saved; nothing if all is the same.
 
     Args:
         saved: the state; one that an earlier version has saved may lack :data:`MADE_BY`.
         plan: the plan of the Compressor that loads it.
-        now: what :func:`made_by` returns there.
     """
     before = recorded(saved)
     versions = before.get("versions")
     version = versions.get("hvdcompress") if isinstance(versions, Mapping) else None
-    pairs = [
-        ("hvdcompress", version, __version__),
-        ("the optimizer's momentum", before.get("momentum"), now["momentum"]),
-    ]
-    found = [(what, was, here) for what, was, here in pairs if was and here and was != here]
+    found = [("hvdcompress", version, __version__)] if version and version != __version__ else []
     return "; ".join(
         f"{what} was {_shown(was)}, is {_shown(here)}" for what, was, here in [*found, *_in_plan(saved, plan)]
     )

@@ -3,30 +3,26 @@
 A saved state is a dict with ``format``, ``plan``, ``world``, ``rank``, ``made_by`` (``origin.py``), ``fallback`` (the
 decision), ``metrics`` {metric: [least, greatest]}, with two levels ``nodes`` (:func:`layout`), and four tables by
 tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, triggers that took effect, step of the last]}, ``merge``
-{name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. The slots include the contents of
-``BucketState.momentum``, in the form in which they are kept in memory (``pieces.slots_of``).
+{name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. The slots include ``BucketState.arrived``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-import hvdcompress.ops
-from hvdcompress.engine.bucket_state import BucketState, MomentumState, declared_by_members, declared_slots
+from hvdcompress.engine.bucket_state import BucketState, declared_by_members, declared_slots
 from hvdcompress.engine.nodes import Nodes
-from hvdcompress.engine.pieces import Piece, Pieces, by_tensor, slots_of, to_dense
-from hvdcompress.method import Array, Slot, Sparse, TensorSpec
-from hvdcompress.ops.vectors import NumpyArray, Outer, dtype_name
+from hvdcompress.method import Array, Slot
+from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
 FORMAT = 1
-ARRIVED = "momentum.arrived"  #: slot name of ``MomentumState.arrived``
+ARRIVED = "momentum.arrived"  #: slot name of ``BucketState.arrived``
 TABLES = ("steps", "restarts", "merge", "state")  #: the tables by tensor in a saved state
 Saved = Mapping[str, Any]
 Ages = Mapping[str, tuple[int, ...]]  #: {tensor name: its step, followed by its restarts if there are any}
@@ -172,10 +168,7 @@ def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
         for slot, array in state.slots.items():
             for name, part in _parts(bucket, slot, array):
                 keep(name, slot, part, declared[slot].merge if slot in declared else "sum")
-        for member, piece in zip(bucket.members, by_tensor(state.momentum.content, bucket), strict=False):
-            for slot, array in slots_of(piece).items():
-                keep(member.name, slot, array, "keep")
-        arrived = state.momentum.arrived
+        arrived = state.arrived
         if arrived is not None:
             for member, (start, stop) in zip(bucket.members, bucket.spans, strict=True):
                 keep(member.name, ARRIVED, arrived[start:stop], "keep")
@@ -193,7 +186,7 @@ def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array
     return [(member.name, array[start:stop]) for member, (start, stop) in spans]
 
 
-def progress(saved: Saved, bucket: Bucket) -> BucketState | None:
+def progress(saved: Saved, bucket: Bucket, copy: Copy) -> BucketState | None:
     """Build the state of a bucket that another rank of the node exchanges: its progress, without slots.
 
     Return None if the saved state has none of its tensors.
@@ -203,7 +196,8 @@ def progress(saved: Saved, bucket: Bucket) -> BucketState | None:
         return None
     triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
     step = saved["steps"][members[0]]
-    return BucketState(bucket, {}, step=step, triggers=triggers, restart=(restart[0], restart[1]))
+    arrived = _arrived(saved, bucket, copy)
+    return BucketState(bucket, {}, (), arrived, step, triggers, (restart[0], restart[1]))
 
 
 def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> BucketState | None:
@@ -255,7 +249,7 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
         bucket,
         slots(declared | {slot: Slot((bucket.spec.size,)) for slot in kept}, bucket.spec.name),
         own,
-        MomentumState(_momentum(saved, bucket, copy, whole), arrived=_arrived(saved, bucket, copy)),
+        _arrived(saved, bucket, copy),
         step=steps.pop(),
         triggers=triggers,
         restart=(restart[0], restart[1]),
@@ -263,67 +257,13 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
 
 
 def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
-    """Return the saved ``MomentumState.arrived``; None unless all tensors of the bucket have it."""
+    """Return the saved ``BucketState.arrived``; None unless all tensors of the bucket have it."""
     parts = [saved["state"].get(member.name, {}).get(ARRIVED) for member in bucket.members]
     if any(part is None for part in parts):
         return None
     for member, part in zip(bucket.members, parts, strict=True):
         _check_part(f"{ARRIVED!r} of {member.name!r}", part, member.size, "int8")
     return copy(parts)
-
-
-def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
-    """Return the saved ``MomentumState.content``.
-
-    Raises:
-        ValueError: an array is malformed; or, if ``whole``, only some tensors of the bucket have it, or in different
-            forms.
-    """
-    names = set(slots_of(Sparse(0, 0))) | set(slots_of(Outer(0, 0, 1))) | set(slots_of(0))
-    found = [saved["state"].get(member.name, {}) for member in bucket.members]
-    kept = [{slot: slots[slot] for slot in sorted(names & slots.keys())} for slots in found]
-    if not any(kept):
-        return ()
-    # Tensors that come from different buckets may have v in different forms: convert all of them to dense
-    if any(slots.keys() != kept[0].keys() for slots in kept):
-        if whole:
-            raise ValueError(f"the saved momentum of bucket {bucket.spec.name!r} has several forms")
-        nothing = Sparse(np.zeros(0, np.int32), np.zeros(0, np.float32))
-        there = [{slot: _on_host(array) for slot, array in slots.items()} for slots in kept]
-        each = zip(bucket.members, there, strict=True)
-        forms = tuple(_piece(m, slots, np.concatenate) if slots else nothing for m, slots in each)
-        return (copy([to_dense(forms, bucket, hvdcompress.ops.fast, nothing.values)]),)
-    pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
-    return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
-
-
-def _on_host(array: Array) -> NumpyArray:
-    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
-
-
-def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
-    """Return one tensor's part of ``MomentumState.content``."""
-    whose = f"momentum of {member.name!r}"
-    if "momentum" in slots:
-        _check_part(whose, slots["momentum"], member.size, "float32")
-        return slots["momentum"]
-    if len(slots) != 2:
-        raise ValueError(f"the saved {whose} lacks a part: it has {', '.join(slots)}")
-    first, second = slots.values()
-    if "momentum.left" in slots:
-        # The rank is not saved: (rows·rank)·(rank·columns) = size·rank²
-        terms = math.isqrt(len(first) * len(second) // max(member.size, 1))
-        if not terms or terms * terms * member.size != len(first) * len(second):
-            raise ValueError(f"the saved {whose} has factors of {len(first)} and {len(second)} elements")
-        _check_part(whose, first, len(first), "float32")
-        _check_part(whose, second, len(second), "float32")
-        return Outer(copy([first]), copy([second]), terms)
-    _check_part(whose, second, len(first), "float32")
-    if dtype_name(first) not in ("int32", "int64"):
-        raise ValueError(f"the saved {whose} has indices of dtype {dtype_name(first)}, expected int32 or int64")
-    if len(first) and not (int(first.min()) >= 0 and int(first.max()) < member.size):
-        raise ValueError(f"the saved {whose} has indices outside of its {member.size} elements")
-    return Sparse(copy([first]), copy([second]))
 
 
 def _check_part(what: str, part: Any, size: int, dtype: str) -> None:

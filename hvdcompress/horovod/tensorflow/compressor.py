@@ -42,12 +42,11 @@ from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.saving import checkpoint, snapshot
-from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.tensorflow.naming import Names
 from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, with_denormals
 from hvdcompress.method import Array, Method, TensorSpec
-from hvdcompress.optimizers import UNKNOWN_OPTIMIZER, may_adapt, momentum_reader
+from hvdcompress.parts.momentum import Moment
 from hvdcompress.plan import Bucket, Plan, plan_of
 
 GRAPH_PER_TENSOR = "in TensorFlow each gradient has a graph of its own, in which the other gradients are not available"
@@ -83,7 +82,6 @@ class GradientContext:
         passing: buckets that the stock all-reduce reduces; not empty only for the first exchange of a graph, which
             tells the engine about them.
         done: the tensor that the last segment waits for.
-        rate: the learning rate of the step; a float32 scalar.
         received: whether ``done`` is the result of a collective, which the last segment has to receive.
     """
 
@@ -92,7 +90,6 @@ class GradientContext:
     traced: Traced
     passing: Sequence[Bucket]
     done: tf.Tensor
-    rate: tf.Tensor
     received: bool
 
 
@@ -110,15 +107,11 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         process_set: the Horovod process set that the tape or optimizer uses (default: all ranks).
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it. Residuals are
             kept unscaled.
-        optimizer: the Keras optimizer that applies the gradients, or an :class:`~hvdcompress.optimizers.SGD` that
-            describes it. Its momentum is adapted where error feedback delays gradients. "auto" sets beta_1 of Adam and
-            its relatives to 0.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
     Raises:
-        TypeError: ``optimizer`` is neither a Keras optimizer nor an SGD.
         ValueError: the plan is wrong; ``hvd.init()`` was not called; the plan has ``bucket_elements``,
-            ``verify_every``, ``cosine_every``, ``clip_norm`` or ``nodes``, which TensorFlow graphs do not support.
+            ``verify_every``, ``cosine_every`` or ``nodes``, which TensorFlow graphs do not support.
     """
 
     driver = "TensorFlow"
@@ -131,7 +124,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         names: Sequence[str] | None = None,
         process_set: Any = hvd.global_process_set,
         loss_scale: float | Callable[[], float] = 1.0,
-        optimizer: Any = None,
         **settings: Any,
     ):
         if not hvd.is_initialized():
@@ -141,8 +133,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             raise ValueError("verify_every must be 0: in TensorFlow the Compressor sees only gradients, not parameters")
         if plan.cosine_every:
             raise ValueError(f"cosine_every must be 0: {GRAPH_PER_TENSOR}")
-        if plan.clip_norm is not None:
-            raise ValueError(f"clip_norm must be null: {GRAPH_PER_TENSOR}")
         if plan.nodes:
             raise ValueError(f"nodes must be 0: {GRAPH_PER_TENSOR}")
         if plan.bucket_elements:
@@ -156,8 +146,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         self._ordinals: int | None = None  # number of gradients without variable or name in a graph that has some
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
-        self._rates: dict[str, float] = {}  # learning rate of this step, by tensor name
-        self.use_optimizer(optimizer)
         self._segments = Segments(self.local, self.current_loss_scale)
         number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
         # hvd.elastic.run recognizes that a peer is gone by the text HorovodAllreduce in the name of the failed node
@@ -217,9 +205,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             done = self._chain(bucket, payload, chains[0])
         else:
             done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
-        return probe, GradientContext(
-            tensor, bucket, traced, passing, done, self._learning_rate(), received=bool(first)
-        )
+        return probe, GradientContext(tensor, bucket, traced, passing, done, received=bool(first))
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, output: tf.Tensor, ctx: GradientContext | tf.Tensor) -> tf.Tensor:
@@ -243,16 +229,16 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         passing = ctx.passing
         received = ctx.received
 
-        def finish(probe: Array, done: Array, rate: Array) -> Array:
-            if not np.isnan(rate):
-                self._rates[bucket.spec.name] = float(rate)
+        def finish(probe: Array, done: Array) -> Array:
             if received:
                 self._segments.receive(bucket, done)
             reduced = self._segments.finish(bucket, probe, traced, passing)
             self.local.warn_about_unused()
+            if self.ledger.steps == 2:
+                self._warn_if_not_adapted()
             return reduced
 
-        out = _segment(finish, [output, ctx.done, ctx.rate], _graph_dtype(bucket))
+        out = _segment(finish, [output, ctx.done], _graph_dtype(bucket))
         _count(self._counter(bucket.spec.name, traced), out)
         return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
 
@@ -463,23 +449,43 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         compare_configs([(plan, {"names": str(names)}) for plan, names, _ in everyone])
         self.watchdog.set_peers([address for *_, address in everyone])
         self._plans_compared = True
-        if self._optimizer is None and may_adapt(self.plan) and self.local.rank == 0:
-            log.warn_once(UNKNOWN_OPTIMIZER)
 
-    def use_optimizer(self, optimizer: Any) -> None:
-        """Adapt the momentum of an optimizer from now on.
+    @contextmanager
+    def _adapting(self, buffers: Mapping[str, Any], gradients: Mapping[str, Any], moment: Moment) -> Iterator[None]:
+        """Add graph nodes before and after a step; see :meth:`adapted`. Use it in the graph of the exchange."""
+        self.is_adapted = True
+        self.local.tracks_ages = not moment.at_once or bool(self.local.tracks_ages)
+        numbers = [tf.cast(tf.convert_to_tensor(each), tf.float32) for each in moment[:-1]]
+        ends = []
+        for name, buffer in buffers.items():
+            if name not in self.buckets or gradients.get(name) is None:
+                continue
+            gradient = tf.convert_to_tensor(gradients[name])
+            flat = tf.cast(tf.reshape(gradient, [-1]), tf.float32)
+            shifts = _segment(self._shifts_of(name, moment.at_once), [flat, *numbers], [tf.float32, tf.float32])
+            before, after = (tf.cast(tf.reshape(each, gradient.shape), buffer.dtype) for each in shifts)
+            buffer.assign_add(before)
+            ends.append((buffer, after))
+        yield
+        for buffer, after in ends:
+            buffer.assign_sub(after)
 
-        Args:
-            optimizer: a Keras optimizer, an :class:`~hvdcompress.optimizers.SGD` that describes one, or None.
+    def _shifts_of(self, name: str, at_once: bool) -> Callable[..., list[Array]]:
+        """Return a function from a gradient to what is added to its buffer before a step and subtracted after it."""
 
-        With ``without_beta1`` in the plan, as under "auto", beta_1 of Adam and its relatives becomes 0.
+        def shifts(gradient: Array, *numbers: Array) -> list[Array]:
+            decay, rate, direct, buffered, weight = map(float, numbers)
+            moment = Moment(decay, rate, direct, buffered, weight, at_once)
+            dense = [np.zeros(len(gradient), np.float32) for _ in range(2)]
+            late = self.local.late.pop(name, None)
+            if late and moment.decay:
+                index, ages = late.part(0)
+                where: Any = slice(None) if index is None else index
+                for out, factor in zip(dense, moment.changes(late.method), strict=True):
+                    out[where] = gradient[where] * late.share(ages, moment) * np.float32(factor)
+            return dense
 
-        Raises:
-            TypeError: ``optimizer`` is neither.
-        """
-        self.local.optimizer = momentum_reader(optimizer, self._rates)
-        self._without_beta1([optimizer])
-        self._optimizer = optimizer
+        return shifts
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -493,14 +499,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             "hvd.DistributedGradientTape without compression for these gradients"
         )
         yield
-
-    def _learning_rate(self) -> tf.Tensor:
-        """Return the learning rate of the step that is being traced; NaN if the optimizer has none.
-
-        It is read in the graph, before the optimizer increments its step: a schedule then returns the next rate.
-        """
-        rate = getattr(self._optimizer, "learning_rate", None)
-        return tf.constant(np.nan) if rate is None else tf.cast(tf.convert_to_tensor(rate), tf.float32)
 
     def _gather(self, data: np.ndarray[Any, Any]) -> list[bytes]:
         """Exchange bytes [n] with all ranks eagerly; return those of every rank, in rank order."""

@@ -30,7 +30,7 @@ def attach(
         named_parameters: ``model.named_parameters()``.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. "auto" is
             top-k of 1 % in 4 bits. It falls back to uncompressed all-reduces if the first steps show that compression
-            does not save time, and sets beta1 of Adam and related optimizers to 0.
+            does not save time.
         op: ``hvd.Average`` or ``hvd.Sum``.
         backward_passes_per_step: number of backward passes whose gradients each rank adds before they are exchanged.
         process_set: the Horovod process set to reduce over.
@@ -52,6 +52,5 @@ def attach(
         backward_passes_per_step=backward_passes_per_step,
         process_set=process_set,
     )
-    compressor.use_optimizer(wrapped)
     wrapped.compressor = compressor
     return wrapped

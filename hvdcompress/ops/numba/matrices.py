@@ -9,7 +9,7 @@ from hvdcompress.ops.numba._kernels import matrices as kernels
 from hvdcompress.ops.numba.arrays import plain
 from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.numpy.matrices import drawn
-from hvdcompress.ops.shared import NEGLIGIBLE, SPANNED
+from hvdcompress.ops.shared import NEGLIGIBLE
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 FEW_ROWS = range(2, 9)  #: row counts for which the kernels beat the matrix library, on large tensors
@@ -48,11 +48,3 @@ def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:
             done[number] = drawn(key, number, done.shape[1])
             kernels.orthogonalise(done, number, NEGLIGIBLE)
     return done.astype(np.float32).ravel()
-
-
-def coordinates(x: Array, basis: Array, rows: int) -> Array | None:
-    if not (plain(x) and plain(basis)):
-        return reference.coordinates(x, basis, rows)
-    wide = basis.reshape(rows, -1).astype(np.float64)
-    weights, spanned = kernels.coordinates(x.reshape(-1, wide.shape[1]).astype(np.float64), wide, SPANNED)
-    return weights.T.ravel() if spanned else None

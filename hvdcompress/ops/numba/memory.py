@@ -33,20 +33,12 @@ def take(x: Array, index: Array) -> Array:
     return out
 
 
-def take_by_age(table: Array, stamps: Array, now: int) -> Array:
-    if not (plain(table) and plain(stamps, dtype=INT8)):
-        return reference.take_by_age(table, stamps, now)
-    out = pool.empty(stamps.size, FLOAT32)
-    kernels.take_by_age(table, stamps, np.int8(now), out)
-    return out
-
-
-def stamp(table: Array, stamps: Array, now: int, index: Array, out: Array) -> Array:
-    if not (plain(table) and plain(stamps, out, dtype=INT8) and _is_plain_index(index)):
-        return reference.stamp(table, stamps, now, index, out)
-    found = pool.empty(index.size, FLOAT32)
-    kernels.stamp(table, stamps, np.int8(now), index, out, found)
-    return found
+def stamp(stamps: Array, now: int, index: Array, out: Array) -> Array:
+    if not (plain(stamps, out, dtype=INT8) and _is_plain_index(index)):
+        return reference.stamp(stamps, now, index, out)
+    ages = pool.empty(index.size, INT8)
+    kernels.stamp(stamps, np.int8(now), index, out, ages)
+    return ages
 
 
 def _is_plain_index(index: Array) -> bool:

@@ -8,11 +8,11 @@ import numpy as np
 
 from hvdcompress.ops.numpy.codes import uniform
 from hvdcompress.ops.numpy.statistics import fold
-from hvdcompress.ops.shared import NEGLIGIBLE, SPANNED, centred, combined, hadamard, matmul, matmul_transposed
+from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, hadamard, matmul, matmul_transposed
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 __all__ = [
-    "combine", "coordinates", "hadamard", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal",
+    "combine", "hadamard", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal",
 ]  # fmt: skip
 
 
@@ -29,14 +29,6 @@ def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:
             row = _orthogonalised(drawn(key, number, given.shape[1]), done[:number])
         done[number] = row
     return done.astype(np.float32).ravel()
-
-
-def coordinates(x: Array, basis: Array, rows: int) -> Array | None:
-    given = x.reshape(-1, basis.size // rows).astype(np.float64)
-    wide = _wide(basis, rows, centre=False)
-    weights = fold((given[:, None] * wide).reshape(-1, wide.shape[1])).reshape(-1, rows)
-    rest = given.ravel() - combined(weights, wide)
-    return weights.T.ravel() if np.abs(rest).max() <= SPANNED * np.abs(given).max() else None
 
 
 def drawn(key: Array, number: int, size: int) -> Array:

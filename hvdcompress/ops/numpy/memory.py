@@ -51,14 +51,10 @@ def take(x: Array, index: Array) -> Array:
     return x[index]
 
 
-def take_by_age(table: Array, stamps: Array, now: int) -> Array:
-    return table[(np.int8(now) - stamps).clip(1, len(table)) - 1]
-
-
-def stamp(table: Array, stamps: Array, now: int, index: Array, out: Array) -> Array:
+def stamp(stamps: Array, now: int, index: Array, out: Array) -> Array:
     out[...] = stamps
     out[index] = now
-    return take_by_age(table, stamps[index], now)
+    return np.int8(now) - stamps[index]
 
 
 def sort(x: Array) -> Array:

@@ -46,7 +46,6 @@ from hvdcompress.ops.torch.floats import (
 from hvdcompress.ops.torch.levels import decode_levels, encode_levels
 from hvdcompress.ops.torch.matrices import (
     combine,
-    coordinates,
     hadamard,
     matmul,
     matmul_transposed,
@@ -65,7 +64,6 @@ from hvdcompress.ops.torch.memory import (
     sort,
     stamp,
     take,
-    take_by_age,
     to_bytes,
     zeros,
 )
@@ -85,14 +83,13 @@ from hvdcompress.ops.torch.statistics import all_below, all_finite, bucket_norms
 
 __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
-    "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "decode_levels", "dense",
+    "chunk_argmax", "chunk_positions", "combine", "concat", "count_above", "decode_levels", "dense",
     "dequantize", "distinct_indices", "elias_fano", "encode_levels", "fill", "find_bits", "first_above", "first_equal",
     "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "hadamard", "head_bytes", "index_dtype",
     "index_range", "inspect", "irfft", "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of",
     "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits",
     "pack_fields", "pack_signs", "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes",
     "range_mantissa", "range_values", "rfft", "scaled", "searchsorted", "set_bits", "sort", "stamp", "subtract", "take",
-    "take_by_age",
     "to_bf16", "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
     "write", "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from hvdcompress.ops.torch.codes import uniform
 from hvdcompress.ops.vectors import Array, NumpyArray
 
 __all__ = [
-    "combine", "coordinates", "hadamard", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal",
+    "combine", "hadamard", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal",
 ]  # fmt: skip
 
 
@@ -59,10 +59,6 @@ def principal(x: Array, rows: int, least: int, most: int, dropped: float, centre
 
 def combine(weights: Array, x: Array, rows: int, centre: bool = True) -> Array:
     return combined(weights.view(-1, rows).double(), _wide(x, rows, centre))
-
-
-def coordinates(x: Array, basis: Array, rows: int) -> Array | None:
-    return None  # checking the difference from x would make the host wait
 
 
 def _wide(x: Array, rows: int, centre: bool) -> Array:

@@ -44,13 +44,9 @@ def take(x: Array, index: Array) -> Array:
     return x.index_select(0, index)
 
 
-def take_by_age(table: Array, stamps: Array, now: int) -> Array:
-    return table.index_select(0, (now - stamps).clip(1, len(table)).int() - 1)
-
-
-def stamp(table: Array, stamps: Array, now: int, index: Array, out: Array) -> Array:
+def stamp(stamps: Array, now: int, index: Array, out: Array) -> Array:
     out.copy_(stamps).index_fill_(0, index.long(), now)
-    return take_by_age(table, stamps.index_select(0, index), now)
+    return now - stamps.index_select(0, index)
 
 
 def sort(x: Array) -> Array:

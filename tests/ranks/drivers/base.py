@@ -17,7 +17,6 @@ import hvdcompress
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.method import TensorSpec
-from hvdcompress.optimizers import SGD
 from hvdcompress.plan import Grouping, Plan, plan_of
 from hvdcompress.testing import Trial
 from hvdcompress.testing.trial import Grouped
@@ -38,6 +37,18 @@ class Counter:
 def on_host(array: Any) -> np.ndarray:
     """A numpy array of a driver's array, which may be on a GPU."""
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+
+
+def step_of(optimizer: Any, parameters: Mapping[str, Any], momentum: float) -> Arrays:
+    """Take a step of a PyTorch optimizer, if the gradients are finite. Return by how much each tensor decreases."""
+    if not all(parameter.grad.isfinite().all() for parameter in parameters.values()):
+        return {name: parameter.grad.numpy() for name, parameter in parameters.items()}
+    for group in optimizer.param_groups:
+        group["momentum"] = momentum
+    for parameter in parameters.values():
+        parameter.data.zero_()
+    optimizer.step()
+    return {name: -parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
 class Handle(ABC):
@@ -101,9 +112,19 @@ class Handle(ABC):
         """Return what the Compressor has: ``save``, ``load``, ``summary``, ``trigger``, ``discard`` …."""
         return getattr(self.compressor, name)
 
-    def use(self, optimizer: SGD) -> None:
-        """Tell the Compressor of an optimizer."""
-        self.compressor.local.optimizer = optimizer.read
+    def train(self, gradients: Arrays, momentum: float) -> Arrays:
+        """Do a step of SGD with a rate of 1. Return by how much each tensor decreases.
+
+        A step in which a gradient is not finite is skipped.
+        """
+        reduced = self.reduce(gradients)
+        if not all(np.isfinite(array).all() for array in reduced.values()):
+            return reduced
+        buffers = vars(self).setdefault("buffers", {name: np.zeros_like(array) for name, array in reduced.items()})
+        with self.adapted(buffers, reduced, momentum=momentum):
+            for name, array in reduced.items():
+                buffers[name][...] = momentum * buffers[name] + array
+            return {name: buffer.copy() for name, buffer in buffers.items()}
 
     def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Free what the Compressor holds; collective."""

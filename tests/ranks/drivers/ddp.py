@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdcompress import ddp
 from hvdcompress.ddp import transport
 from hvdcompress.plan import IN_ORDER
-from tests.ranks.drivers.base import Arrays, Counter, Driver, Handle, Shapes, replaced
+from tests.ranks.drivers.base import Arrays, Counter, Driver, Handle, Shapes, replaced, step_of
 
 DEVICE = torch.device(os.environ.get("DEVICE", "cpu"))
 
@@ -74,10 +74,15 @@ class DdpHandle(Handle):
         self.shapes, self.passes = shapes, passes
         several = {"bucket_cap_mb": 0.004, "process_group": group}  # buckets
         self.model = DistributedDataParallel(Net(shapes, dtype), **several)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.compressor = ddp.attach(self.model, method, loss_scale=loss_scale, **settings)
 
     def reduce(self, gradients: Arrays) -> Arrays:
         return reduced(self.model, gradients, self.passes)
+
+    def train(self, gradients: Arrays, momentum: float) -> Arrays:
+        self.reduce(gradients)
+        return step_of(self.sgd, dict(self.model.module.named_parameters()), momentum)
 
     def change(self, name: str) -> None:
         dict(self.model.module.named_parameters())[name].data.view(-1)[-1] = 1e-45

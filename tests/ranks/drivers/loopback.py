@@ -13,7 +13,6 @@ import numpy as np
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.telemetry.describe import describe
 from hvdcompress.ops import numpy as reference
-from hvdcompress.optimizers import SGD
 from hvdcompress.plan import plan_of
 from hvdcompress.testing import Trial
 from tests.ranks.drivers.base import Arrays, Counter, Driver, Handle, Shapes
@@ -83,8 +82,8 @@ class LoopbackHandle(Handle):
         yield
         rank.paused = False
 
-    def use(self, optimizer: SGD) -> None:
-        self.compressor.ranks[self.driver.rank].optimizer = optimizer.read
+    def adapted(self, buffers: Arrays, gradients: Arrays, momentum: float) -> Any:
+        return self.compressor.adapted(buffers, gradients, momentum=momentum, rank=self.driver.rank)
 
     def state(self) -> dict[str, Any]:
         return self.compressor.saved()[self.driver.rank]

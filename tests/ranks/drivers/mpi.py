@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdcompress.mpi import Compressor, PeerError  # before mpi4py, whose environment it sets
-from hvdcompress.optimizers import SGD
 from hvdcompress.plan import IN_ORDER
 from tests.ranks.drivers.base import Arrays, Counter, Driver, Handle, Shapes
 from tests.ranks.exchanges import Settings, sums_float16
@@ -44,7 +43,7 @@ class CountingComm(MPI.Intracomm):
 class MpiHandle(Handle):
     def __init__(self, comm: Any, method: Any, settings: Settings, shapes: Shapes, dtype: str, op: str, scale: Any):
         self.shapes, self.dtype, self.op = shapes, dtype, op
-        self.compressor = Compressor(method, comm, loss_scale=scale, optimizer=SGD(0.0), **settings)
+        self.compressor = Compressor(method, comm, loss_scale=scale, **settings)
 
     def reduce(self, gradients: Arrays) -> Arrays:
         given = {n: g if g.dtype.kind != "f" else g.astype(self.dtype) for n, g in gradients.items()}

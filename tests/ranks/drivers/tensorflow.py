@@ -18,7 +18,6 @@ from horovod.tensorflow import mpi_ops
 
 from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.method import TensorSpec
-from hvdcompress.optimizers import SGD
 from hvdcompress.plan import Plan, plan_of
 from hvdcompress.testing import Trial
 from tests.ranks.drivers.base import Arrays, Counter, Driver, Handle, Shapes, replaced
@@ -69,6 +68,22 @@ class TensorFlowHandle(Handle):
         plain = [tf.cast(array, tf.float32) if self.dtype == tf.bfloat16 else array for array in reduced]
         return dict(zip(self.shapes, [array.numpy() for array in plain], strict=True))
 
+    def trained(self, fed: list[tf.Tensor], momentum: tf.Tensor) -> list[tf.Tensor]:
+        """One step of SGD with a rate of 1."""
+        reduced = self.reduced(fed)
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(array)) for array in reduced])
+        gradients = dict(zip(self.shapes, reduced, strict=True))
+        with self.compressor.adapted(self.buffers, gradients, momentum=momentum):
+            for name, buffer in self.buffers.items():
+                buffer.assign(tf.where(finite, momentum * buffer + gradients[name], buffer))
+            return [tf.where(finite, buffer, float("nan")) for buffer in self.buffers.values()]
+
+    def train(self, gradients: Arrays, momentum: float) -> Arrays:
+        if not hasattr(self, "step_with_momentum"):
+            self.buffers = {name: tf.Variable(tf.zeros(shape, self.dtype)) for name, shape in self.shapes.items()}
+            self.step_with_momentum = tf.function(self.trained, autograph=False)
+        return self.reduce(gradients, lambda fed: self.step_with_momentum(fed, tf.constant(momentum, self.dtype)))
+
     def overhead(self, steps: int) -> dict[str, int]:
         """A probe with each gradient that TensorFlow does not hand to Horovod itself, plans once."""
         probes = {name: steps * TensorFlowDriver.probe for name in self.shapes.keys() - self.unseen()}
@@ -95,7 +110,7 @@ class TensorFlowDriver(Driver):
         self.rank, self.world_size, self.folder = hvd.rank(), hvd.size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TensorFlowHandle:
-        comp = Compressor(method, names=list(shapes), loss_scale=loss_scale, optimizer=SGD(0.0), **settings)
+        comp = Compressor(method, names=list(shapes), loss_scale=loss_scale, **settings)
         return TensorFlowHandle(comp, shapes, getattr(tf, dtype), op=hvd.Sum if op == "sum" else hvd.Average)
 
     def gather(self, value: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from horovod.torch import optimizer as stock
 
 from hvdcompress.horovod.torch import Compressor, PeerError
 from hvdcompress.plan import BY_NAME
-from tests.ranks.drivers.base import Arrays, Counter, Driver, Handle, Shapes, replaced
+from tests.ranks.drivers.base import Arrays, Counter, Driver, Handle, Shapes, replaced, step_of
 
 PAIR = hvd.ProcessSet([1, 2])  #: a process set, where there are so many ranks; for the cases
 _numbers = itertools.count()
@@ -71,6 +71,11 @@ class TorchHandle(Handle):
             assert grad.dtype == parameter.dtype
             out[name] = (grad.float() if grad.dtype == torch.bfloat16 else grad).numpy().copy()
         return out
+
+    def train(self, gradients: Arrays, momentum: float) -> Arrays:
+        self.reduce(gradients)
+        with self.optimizer.skip_synchronize():
+            return step_of(self.optimizer, self.params, momentum)
 
     def change(self, name: str) -> None:
         self.params[name].data.view(-1)[-1] = 1e-45

@@ -10,7 +10,6 @@ import pytest
 import hvdcompress
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.saving.snapshot import reshard
-from hvdcompress.optimizers import SGD
 from tests.ranks.checks import assert_close, assert_same_state, logged
 from tests.ranks.exchanges import METHODS
 
@@ -50,25 +49,23 @@ def test_training_continues_from_saved_state_to_the_bit(driver, method):
         assert_same_state(other.state(), handle.state(), method)
 
 
-def test_saved_state_names_driver_versions_and_momentum(driver):
-    """Under another plan, momentum or version of the library, rank 0 logs once what differs."""
+def test_saved_state_names_driver_and_versions(driver):
+    """Under another plan or version of the library, rank 0 logs once what differs."""
     plan = {"density": 0.1, "min_elements": 1}
     handle, same, changed = (
         driver.make("topk", {**plan, **more}, driver.shapes) for more in ({}, {}, {"density": 0.2})
     )
-    for one, momentum in ((handle, 0.5), (same, 0.5), (changed, 0.9)):
-        one.use(SGD(momentum=momentum))
     handle.reduce(driver.gradients(0, driver.shapes))
     saved = handle.state()
     made_by = saved["made_by"]
-    assert made_by["driver"] and made_by["momentum"] == "0.5", made_by
+    assert made_by["driver"], made_by
     assert {"python", "numpy"} <= made_by["versions"].keys()
     assert made_by["versions"]["hvdcompress"] == hvdcompress.__version__
     assert saved["plan"]["density"] == 0.1 and saved["fallback"]["verdict"] == "open"
     earlier = {**saved, "made_by": {**made_by, "versions": {"hvdcompress": "0.0.9"}}}
     want = (
         "the saved state is of another training: "
-        f"hvdcompress was 0.0.9, is {hvdcompress.__version__}; the optimizer's momentum was 0.5, is 0.9; "
+        f"hvdcompress was 0.0.9, is {hvdcompress.__version__}; "
         "density was 0.1, is 0.2"
     )
     with logged() as lines:
@@ -82,6 +79,11 @@ def test_saved_state_names_driver_versions_and_momentum(driver):
             assert said == ([want] if driver.rank == 0 else []), said
         driver.meet()
     assert_same_state(changed.state(), saved, "loaded in spite of the differences")
+
+
+def has_residual(saved, name):
+    """Return whether a state has a tensor's residual. With two levels, only its owner has it."""
+    return "residual" in saved["state"].get(name, {})
 
 
 @pytest.mark.also("three ranks", "two levels")
@@ -103,7 +105,7 @@ def test_another_number_of_ranks_takes_over(driver):
         np.testing.assert_array_equal(handle.residual(name), net.residual(name, driver.rank))
     everyone = driver.gather(handle.state())
     for name in SHAPES:
-        total = sum(one["state"][name]["residual"].astype(np.float64) for one in everyone if name in one["state"])
+        total = sum(one["state"][name]["residual"].astype(np.float64) for one in everyone if has_residual(one, name))
         for one in reshard(everyone, driver.world_size + 2):
             np.testing.assert_allclose(one["state"][name]["residual"] * (driver.world_size + 2), total, 1e-4, 1e-5)
 
@@ -140,7 +142,7 @@ def test_residual_with_nan_or_of_another_dtype_or_length_is_refused(driver):
     name = next(name for name in "abc" if name in saved["state"])
     residual = saved["state"][name]["residual"]
     for bad in (residual * np.float32("nan"), residual.astype(np.float64), residual.astype(np.int32), residual[:-1]):
-        wrong = {**saved, "state": {**saved["state"], name: {"residual": bad}}}
+        wrong = {**saved, "state": {**saved["state"], name: {**saved["state"][name], "residual": bad}}}
         driver.must_raise(ValueError, [f"'residual' of '{name}'"], lambda w=wrong: handle.load_state(w), same=False)
     assert_same_state(handle.state(), saved, "after refusals")
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress.optimizers import SGD
 from hvdcompress.plan import plan_of
 from hvdcompress.testing import Trial
 from tests import ROOT
@@ -47,7 +46,6 @@ def scenarios() -> dict[str, tuple[str, dict[str, Any], str]]:
             found[f"{method}, large"] = (method, settings, "float32")
     for name, more in (("keep", {"optimizer_momentum": "keep"}), ("cancel", {"optimizer_momentum": "cancel"})):
         found[f"topk, {name}"] = ("topk", {"density": 0.05, **more}, "float32")
-    found["topk, clipped"] = ("topk", {"density": 0.05, "clip_norm": 0.1}, "float32")
     return found
 
 
@@ -77,12 +75,11 @@ class Recorder:
 
 
 def trace(method: str, settings: dict[str, Any], dtype: str, shapes: Any) -> list[list[str]]:
-    """Run some steps with momentum to adapt, a trigger and NaN; return the lines of each rank."""
+    """Run some steps with a trigger and NaN; return the lines of each rank."""
     net = Trial(plan_of(method, **settings), 2)
     recorders = [Recorder(rank) for rank in range(2)]
-    for recorder, rank in zip(recorders, net.ranks, strict=True):
+    for recorder in recorders:
         net.watch(recorder)
-        rank.optimizer = SGD(momentum=0.9).read
     exact = hvdcompress.get(method).exact  # others have matrix products, which processors round differently
     lines: list[list[str]] = [[], []]
     for step in range(STEPS):

@@ -78,7 +78,7 @@ CALLS: dict[str, tuple[Callable[[Exchange], Any], set[Stage]]] = {
     "add": (lambda exchange: exchange.add([0], [np.zeros(2000, np.float32)]), {Stage.FILLING}),
     "start": (lambda exchange: exchange.start(), set()),  # it needs all gradients, too
     "resume": (ADVANCE[1], {Stage.RUNNING}),
-    "deliver": (lambda exchange: exchange.deliver(1.0), {Stage.REDUCED, Stage.DELIVERED}),
+    "deliver": (lambda exchange: exchange.deliver(1.0), {Stage.REDUCED}),
     "new_state": (lambda exchange: exchange.new_state(), {Stage.DELIVERED}),
     "close": (lambda exchange: exchange.close(), {Stage.DELIVERED}),
     "abandon": (lambda exchange: exchange.abandon(), set(Stage)),

@@ -14,7 +14,6 @@ from hvdcompress.engine.saving import checkpoint
 from hvdcompress.loopback import Loopback, warm_up
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast
-from hvdcompress.optimizers import SGD
 from hvdcompress.plan import IN_ORDER, plan_of
 from tests.unit.engine.helpers import Gradients, gradients, load, state_dicts, train, trained
 
@@ -77,9 +76,7 @@ def test_two_levels_are_sums_inside_nodes_and_an_exchange_between_them(method: s
 @pytest.mark.parametrize(
     "method,settings",
     [
-        ("topk", {"clip_norm": 0.5, "cosine_every": 2}),
-        ("topk", {"verify_every": 2, "optimizer": SGD(momentum=0.9)}),
-        ("powersgd", {"clip_norm": 0.5, "optimizer": SGD(momentum=0.9)}),
+        ("topk", {"verify_every": 2, "cosine_every": 2}),
         ("powersgd", {"verify_every": 2, "cosine_every": 2}),
     ],
     ids=str,
@@ -104,9 +101,6 @@ def test_averages_with_options(method: str, settings: dict[str, Any]) -> None:
         for result in net.allreduce_many(given):
             for name in SHAPES:
                 np.testing.assert_allclose(result[name], wanted[name], 1e-5, 1e-6, err_msg=f"{name}, step {step}")
-    if "clip_norm" in settings:
-        assert {rank.gradient_norm for rank in net.ranks} == {net.gradient_norm()}
-        assert net.gradient_norm() == pytest.approx(between.gradient_norm())
     if "cosine_every" in settings:
         (found,) = {net.ledger.last_compared(rank).cosine for rank in range(WORLD)}  # type: ignore[union-attr]
         assert found == pytest.approx(between.ledger.last_compared(0).cosine)  # type: ignore[union-attr]
@@ -131,7 +125,7 @@ def test_kernels_are_compiled_whatever_the_number_of_nodes() -> None:
 
 @pytest.mark.parametrize("method", ["topk", "powersgd", "dgc"])
 def test_training_goes_on_exactly_from_a_saved_state(method: str) -> None:
-    settings = {**METHODS[method], "min_elements": 100, "nodes": 2, "optimizer": SGD(0.9), "grouping": IN_ORDER}
+    settings = {**METHODS[method], "min_elements": 100, "nodes": 2, "grouping": IN_ORDER}
     net = trained(method, WORLD, 3, SHAPES, **settings)
     other = load(Loopback(method, WORLD, **settings), state_dicts(net))
     other = load(Loopback(method, WORLD, **settings), state_dicts(other))  # saved before any tensor appears

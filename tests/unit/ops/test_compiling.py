@@ -19,7 +19,6 @@ from hvdcompress.ops import numba as numba_ops
 from hvdcompress.ops.numba._kernels import compiling
 from hvdcompress.ops.numba._kernels.compiling import LOCKS
 from hvdcompress.ops.numba.sharing import SharedOps
-from hvdcompress.optimizers import SGD
 from hvdcompress.plan import IN_ORDER, plan_of
 
 KERNEL = """
@@ -150,7 +149,7 @@ def test_steps_compile_nothing_after_warm_up(id: str) -> None:
     shapes = {"a": (64, 3, 3, 3), "b": (64, 64, 3, 3), "c": (600, 512), "d": (10, 512), "e": (10,)}
     warm_up(plan, [TensorSpec(name, shape) for name, shape in shapes.items()], IN_ORDER)
     before = LOCKS.seconds
-    net = Loopback(plan, world_size=3, grouping=IN_ORDER, optimizer=SGD(momentum=0.9))
+    net = Loopback(plan, world_size=3, grouping=IN_ORDER)
     for _ in range(4):
         net.allreduce_many(
             [{n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()} for _ in range(3)]

@@ -83,20 +83,6 @@ def test_dependent_rows_become_zero_or_are_drawn(backend: Any) -> None:
     np.testing.assert_allclose(filled, reference.orthonormalise(x, 4), atol=1e-6)
 
 
-@pytest.mark.parametrize("rows,columns", [(1, 1), (3, 7), (4, 513)])
-def test_coordinates_of_combinations(native: Any, rows: int, columns: int) -> None:
-    """numpy and numba find them, equal to the byte; torch returns None instead of waiting for the device."""
-    basis = reference.orthonormalise(vector("normal", rows * columns, 3), rows)
-    weights = np.linspace(-2, 3, 2 * rows).reshape(rows, 2)
-    x = (weights.T @ basis.reshape(rows, columns)).astype(np.float32).ravel()
-    expected, put = reference.coordinates(x, basis, rows), Put(native)
-    np.testing.assert_allclose(expected.reshape(rows, 2), weights, atol=1e-5)
-    found = native.coordinates(put(x), put(basis), rows)
-    assert found is None if native.__name__.endswith("torch") else get(found) == get(expected)
-    x[0] += 0.01
-    assert rows == columns or native.coordinates(put(x), put(basis), rows) is None  # outside of the span
-
-
 @pytest.mark.parametrize("rows,columns", [(2, 9), (6, 40), (12, 7)])
 @pytest.mark.parametrize("dropped", [0.0, 0.01, 0.3])
 @pytest.mark.parametrize("centre", [True, False])

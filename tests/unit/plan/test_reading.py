@@ -70,7 +70,7 @@ def test_a_plan_from_a_file(write: Any) -> None:
             "rules": [{"match": {"name": "7"}, "method": "randomk", "unbiased": True, "feedback": "none"}],
         },
         {"method": "scalecom", "density": "1e-3"},  # YAML 1.1 reads 1e-3 as text
-        {"method": "topk", "verify_every": 7, "cosine_every": 7, "fallback": True, "without_beta1": True},
+        {"method": "topk", "verify_every": 7, "cosine_every": 7, "fallback": True},
     ],
     ids=json.dumps,
 )
@@ -110,9 +110,14 @@ def test_auto_is_a_plan_with_a_fallback() -> None:
     method = plan.program.main
     assert (method.id, method.density, method.values, plan.fallback) == ("topk", 0.01, "qsgd4", True)  # type: ignore[attr-defined]
     assert plan_of("auto", density=0.002).program.main.density == 0.002  # type: ignore[attr-defined]
-    assert load(plan.to_dict()) == plan and plan.without_beta1
-    assert not plan_of("auto", without_beta1=False).without_beta1
+    assert load(plan.to_dict()) == plan
     assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()
+
+
+@pytest.mark.parametrize("key", ["optimizer", "clip_norm", "without_beta1"])
+def test_keys_of_earlier_versions_are_refused_with_a_reason(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}.* is not needed"):
+        plan_of("topk", **{key: 1})
 
 
 def test_settings_of_a_command_line() -> None:

@@ -235,29 +235,6 @@ def orthogonalise(rows, number, negligible):
 
 
 @compiled
-def coordinates(x, basis, spanned):
-    """Return the scalar products of the rows of x and of the basis, and whether x is in the span of the basis.
-
-    x is in the span if no |element| of the difference exceeds ``spanned`` times the largest |x|.
-    """
-    weights = np.empty((x.shape[0], basis.shape[0]))
-    most = 0.0
-    rest = 0.0
-    for i in range(x.shape[0]):
-        row = x[i]
-        total = np.zeros(x.shape[1])
-        for k in range(basis.shape[0]):
-            other = basis[k]
-            share = weights[i, k] = dot(row, other)
-            for j in range(row.size):
-                total[j] += share * other[j]
-        for j in range(row.size):
-            most = max(most, abs(row[j]))
-            rest = max(rest, abs(row[j] - total[j]))
-    return weights, rest <= spanned * most
-
-
-@compiled
 def to_length_1(row, least):
     """Divide a row by its length. If the length is not above ``least``, set the row to 0 and return False."""
     length = np.sqrt(dot(row, row))

@@ -49,12 +49,6 @@ def take(x, index, out):
 
 
 @compiled
-def take_by_age(table, stamps, now, out):
-    for i in range(stamps.size):
-        out[i] = table[entry_of(now, stamps[i], table.size)]
-
-
-@compiled
 def runs_of(index):
     """Return the starts and the ends of the ascending runs that the indices consist of."""
     count = 1
@@ -72,15 +66,12 @@ def runs_of(index):
 
 
 @compiled
-def stamp(table, stamps, now, index, out, found):
-    """Set ``found`` to the table entries of the elements at ``index``, and out = stamps with ``now`` at ``index``.
+def stamp(stamps, now, index, out, ages):
+    """Set ``ages`` to those of the elements at ``index``, and out = stamps with ``now`` at ``index``.
 
     As in ``write_runs``, all runs of indices are processed in one block of the vector before the next block.
     """
     check_indices(index, stamps.size)
-    entries = np.empty(256, np.float32)  # table entries by (now − stamp) as a uint8
-    for age in range(256):
-        entries[age] = table[entry_of(np.int8(age), np.int8(0), table.size)]
     cursors, ends = runs_of(index)
     step = STAMPED if ends.size <= RUNS else max(stamps.size, 1)
     for first in range(0, stamps.size, step):
@@ -95,12 +86,6 @@ def stamp(table, stamps, now, index, out, found):
                 stop += 1
             for j in range(cursors[run], stop):
                 at = np.uint64(index[j])
-                found[j] = entries[np.uint8(now - stamps[at])]
+                ages[j] = np.int8(now - stamps[at])
                 out[at] = now
             cursors[run] = stop
-
-
-@compiled
-def entry_of(now, stamp, size):
-    """Return the index of an element's table entry. The age now − stamp is an int8, modulo 2^8."""
-    return np.uint64(min(max(np.int64(np.int8(now - stamp)), 1), size) - 1)

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress.engine.pieces import slots_of
 from hvdcompress.engine.saving import snapshot
-from hvdcompress.method import Sparse, TensorSpec
-from hvdcompress.ops.vectors import Outer
-from hvdcompress.plan import IN_ORDER, plan_of
+from hvdcompress.method import TensorSpec
 from hvdcompress.testing import Trial, numbers
 from tests.unit.engine.helpers import trained
 
@@ -69,17 +66,3 @@ def test_a_trigger_before_saving_restarts_the_phases_after_loading() -> None:
     other.restore(net.saved(), [TensorSpec("w", (50, 80))])
     found, want = (one.allreduce([numbers((50, 80), rank, 9) for rank in range(2)], "w")[0] for one in (other, net))
     np.testing.assert_array_equal(found, want)
-
-
-def test_saved_momentum_in_several_forms_becomes_dense() -> None:
-    """The tensors were in different buckets, whose momentum has different forms."""
-    specs = [TensorSpec("a", (4, 3)), TensorSpec("b", (5,)), TensorSpec("c", (2, 3))]
-    (bucket,) = plan_of("topk", min_elements=1, bucket_elements=1000).buckets(specs, IN_ORDER)
-    left, right = np.float32([1, 2, 3, 4]), np.float32([1, -1, 0.5])
-    state = {"a": slots_of(Outer(left, right, 1)), "b": slots_of(Sparse(np.int32([0]), np.float32([4])))}
-    merge = {name: dict.fromkeys(slots, "keep") for name, slots in state.items()}
-    saved = {"steps": dict.fromkeys("abc", 3), "restarts": {}, "merge": merge, "state": state}
-    found = snapshot.restored(saved, bucket, np.concatenate, whole=False)
-    assert found is not None
-    (dense,) = found.momentum.content
-    np.testing.assert_array_equal(dense, np.concatenate([np.outer(left, right).ravel(), [4], np.zeros(10)]))
