@@ -358,7 +358,9 @@ def _steps(plan: Plan, specs: Sequence[TensorSpec], grouping: Grouping | None, o
         rank.observers.clear()
     random = np.random.default_rng(0)
     for _ in range(3):  # the first step has no state yet, and phases may alternate
-        net.allreduce_many([{spec.name: _numbers(random, spec) for spec in specs} for _ in range(2)])
+        reduced = net.allreduce_many([{spec.name: _numbers(random, spec) for spec in specs} for _ in range(2)])[0]
+        with net.adapted({name: np.zeros_like(array) for name, array in reduced.items()}, reduced, momentum=0.9):
+            pass
 
 
 def _numbers(random: np.random.Generator, spec: TensorSpec) -> np.ndarray:

@@ -38,6 +38,7 @@ LOCAL_KEYS = ("every", "warmup", "fragments", "delay", "mixing")  #: besides tho
 STEPS = 1500  #: of a run, unless another number is asked for
 DENSITIES = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005)
 
+KEPT_IN_BLOCKS = {"match": {"name": "blocks.*"}, "optimizer_momentum": "keep"}
 #: Methods by the names that contenders have in this study.
 METHODS: dict[str, dict[str, Any]] = {
     DENSE: {"method": "none"},
@@ -53,9 +54,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "powersgd_r4": {"method": "powersgd", "matrix_rank": 4},
     "acpsgd_r4": {"method": "acpsgd", "matrix_rank": 4},
     "signsgd": {"method": "signsgd"},
+    # Muon's momentum is kept, and that of AdamW adapted
+    "topk_kept": {"method": "topk", "density": 0.01, "rules": [KEPT_IN_BLOCKS]},
+    "powersgd_kept": {"method": "powersgd", "matrix_rank": 4, "rules": [KEPT_IN_BLOCKS]},
     "randomk": {"method": "randomk", "density": 0.01},
 }
-NOT_BY_DEFAULT = ("randomk", "signsgd")
+NOT_BY_DEFAULT = ("randomk", "signsgd", "topk_kept", "powersgd_kept")
 
 
 def _forms(name: str) -> list[str]:

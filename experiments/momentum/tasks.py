@@ -20,6 +20,9 @@ TASKS = {
     "mnist_example": constant("mnist_example", "fashion_mnist_example", 0.02, momentum=0.5),
     "lstm": constant("lstm", "bytes48", 1.0, batch_size=16, clip_norm=0.25, clip="before"),
     "transformer": constant("transformer", "bytes32", 0.002, batch_size=16, **ADAMW),
+    "lstm_adamw": constant("lstm", "bytes48", 0.003, batch_size=16, **ADAMW),
+    "cnn_adamw": constant("cnn", "fashion_mnist_centred", 0.001, batch_size=32, **ADAMW),
+    "transformer_muon": constant("transformer", "bytes32", 0.002, batch_size=16, optimizer="muon", weight_decay=0.01),
     "transformer_rmsprop": constant("transformer", "bytes32", 0.0002, batch_size=16, optimizer="rmsprop"),
     "transformer_adagrad": constant("transformer", "bytes32", 0.02, batch_size=16, optimizer="adagrad", momentum=0.0),
     # those of the papers' claims, near the largest rate that they bear; 300 steps suffice

@@ -24,7 +24,7 @@ class Task(Entry):
     steps: int = Field(600, ge=1)
     batch_size: int = Field(32, ge=1)
     """Examples per rank and step."""
-    optimizer: Literal["sgd", "adamw", "rmsprop", "adagrad"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "muon", "rmsprop", "adagrad"] = "sgd"
     learning_rate: Real = Field(0.05, gt=0)
     """The largest one, reached after ``warmup_steps``."""
     warmup_steps: int = Field(50, ge=0)

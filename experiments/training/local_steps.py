@@ -48,7 +48,7 @@ class LocalSimulation(Simulation):
         self.models = [self._build(seed) for _ in range(ranks)]
         self.optimizers = [models_torch.optimizer_of(task, model) for model in self.models]
 
-    def _exchange_and_update(self, plan: Mapping[str, Any], ranks: int) -> tuple[torch.optim.Optimizer, Loopback]:
+    def _exchange_and_update(self, plan: Mapping[str, Any], ranks: int) -> tuple[Any, Loopback]:
         # as LocalSteps: the outer momentum is kept, unless the plan says otherwise
         plan = {"optimizer_momentum": "keep", **plan}
         return torch.optim.SGD(self.model.parameters(), **self.outer), Loopback(plan, ranks)

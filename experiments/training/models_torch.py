@@ -238,8 +238,42 @@ def build(net: str, data: Any) -> nn.Module:
     return BUILDERS[net](data)
 
 
-def optimizer_of(task: Task, net: nn.Module) -> torch.optim.Optimizer:
+class MuonWithAdamW:
+    """Muon for the matrices of a net's blocks, and AdamW for the other parameters; used as one optimizer.
+
+    Args:
+        task: its learning rate is that of AdamW; Muon's is ten times as large.
+        net: the net.
+
+    Attributes:
+        optimizers: both optimizers.
+    """
+
+    RATIO = 10.0
+
+    def __init__(self, task: Task, net: nn.Module):
+        named = list(net.named_parameters())
+        matrices = [each for name, each in named if name.startswith("blocks.") and each.ndim == 2]
+        others = [each for name, each in named if not (name.startswith("blocks.") and each.ndim == 2)]
+        adamw = torch.optim.AdamW(others, lr=task.learning_rate, weight_decay=task.weight_decay)
+        muon = torch.optim.Muon(matrices, lr=self.RATIO * task.learning_rate, momentum=0.95, weight_decay=0.0)
+        self.optimizers = [muon, adamw]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of both."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    def step(self) -> None:
+        """Take a step of both."""
+        for each in self.optimizers:
+            each.step()
+
+
+def optimizer_of(task: Task, net: nn.Module) -> Any:
     """Return the optimizer of a task, at the task's largest learning rate."""
+    if task.optimizer == "muon":
+        return MuonWithAdamW(task, net)
     common: dict[str, Any] = {"params": net.parameters(), "lr": task.learning_rate, "weight_decay": task.weight_decay}
     if task.optimizer == "adamw":
         return torch.optim.AdamW(betas=(task.momentum, 0.999), **common)

@@ -6,6 +6,7 @@ gradient and, in a :class:`~hvdcompress.loopback.Loopback`, its residual. The ar
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class Simulation:
         self.optimizer, self.net = self._exchange_and_update({"seed": seed, **plan}, ranks)
         self._batches = [self.data.batches(rank, ranks, seed, task.batch_size) for rank in range(ranks)]
 
-    def _exchange_and_update(self, plan: Mapping[str, Any], ranks: int) -> tuple[torch.optim.Optimizer, Loopback]:
+    def _exchange_and_update(self, plan: Mapping[str, Any], ranks: int) -> tuple[Any, Loopback]:
         """Return the optimizer of :attr:`model`, and the ranks that average what it gets."""
         return models_torch.optimizer_of(self.task, self.model), Loopback(plan, ranks)
 
@@ -87,17 +88,21 @@ class Simulation:
                 torch.nn.utils.clip_grad_norm_(parameters.values(), task.clip_norm)
             rate = loop.learning_rate(task, step)
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * (models_torch.MuonWithAdamW.RATIO if "ns_steps" in group else 1.0)
             self._update()
             self.net.observe(learning_rate=rate, loss=loss)
             yield Moment(step, loss, gradients, residuals, reduced)
 
     def _update(self) -> None:
         """Take a step of the optimizer, as a driver does after an exchange."""
+        optimizers = getattr(self.optimizer, "optimizers", [self.optimizer])
         named = dict(self.model.named_parameters())
         parts = lambda name: [(named[name], 0, named[name].numel())]  # noqa: E731
         own = {id(parameter) for parameter in named.values()}
-        with adapted(self.optimizer, waiting_of(self.net.ranks[0].late.values(), parts, own)):
+        waiting = waiting_of(self.net.ranks[0].late.values(), parts, own)
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers:
+                stack.enter_context(adapted(optimizer, waiting))
             self.optimizer.step()
 
     def ratio(self) -> float:

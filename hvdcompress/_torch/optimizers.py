@@ -262,13 +262,14 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
             state = optimizer.state.get(parameter, {})
             moment = known.moment(group, state)
             late = waiting[id(parameter)].late
-            index, values = _late_values(optimizer, group, moment, parameter, waiting[id(parameter)])
+            index, values, share = _late_values(optimizer, group, moment, parameter, waiting[id(parameter)])
             before, after = moment.changes(late.method)
             if any(each is parameter for each in made):
                 before -= _entry(group)
             buffer = state.get(known.key)
             # Adam makes its average in its first step, from zeros
-            shift = Shift(index, values, (before, after if buffer is not None else moment.rate))
+            after = after if buffer is not None else moment.rate
+            shift = Shift(index, values, (share * before, share * after))
             _apply(shift.begin, buffer, shift)
             step.changes.append(_Change(parameter, shift, late))
 
@@ -284,18 +285,20 @@ def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _late_values(
     optimizer: torch.optim.Optimizer, group: Group, moment: Moment, parameter: torch.nn.Parameter, waiting: Waiting
-) -> tuple[Any, Any]:
-    """Return the elements of a gradient that were sent, and their c·g."""
-    late = waiting.late
-    index, ages = late.part(waiting.number, waiting.start, waiting.stop)
-    share = late.share(ages, moment)
+) -> tuple[Any, Any, float]:
+    """Return the elements of a gradient that were sent, and their c·g as an array and a factor of it."""
+    index, ages = waiting.late.part(waiting.number, waiting.start, waiting.stop)
     with _flat(parameter.grad, index) as gradient:
         if index is not None and not isinstance(gradient, np.ndarray):
-            index = torch.as_tensor(index, device=gradient.device).long()
-        if not isinstance(share, float) and not isinstance(gradient, np.ndarray):
-            share = torch.as_tensor(share, device=gradient.device)
-        values = (gradient if index is None else gradient[index]) * share
-    return index, _as_used(optimizer, group, values)
+            index, ages = (
+                each if each is None else torch.as_tensor(each, device=gradient.device) for each in (index, ages)
+            )
+        values, share = waiting.late.values(gradient, index, ages, moment)
+        scale = getattr(optimizer, "grad_scale", None)
+        # Foreach steps with Nesterov's momentum and fused steps that unscale overwrite .grad
+        if index is None and (scale is not None or group.get("nesterov") or group.get("foreach") or parameter.is_cuda):
+            values = values.copy() if isinstance(values, np.ndarray) else values.clone()
+    return index, _as_used(optimizer, group, values), share
 
 
 def _as_used(optimizer: torch.optim.Optimizer, group: Group, values: Any) -> Any:

@@ -11,17 +11,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+import hvdcompress.ops
 from hvdcompress.method import Array, Method
 from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import NumpyArray, dtype_name
 from hvdcompress.parts import momentum
 from hvdcompress.parts.momentum import MAX_WAIT, Moment
 from hvdcompress.plan import Bucket
 
 RENEWED = 127 - MAX_WAIT  #: interval in steps at which old stamps are renewed, because stamps repeat after 256 steps
+MANY = 64  #: runs of indices, beyond which all elements are compared
 COUNTED = 4096  #: elements; of more, a sample of about this size estimates how many ranks send the same element
 
 
@@ -31,7 +36,6 @@ class Late:
     Args:
         bucket: the bucket.
         method: the method of the exchange.
-        ops: the array ops of the indices' library; None without indices.
         indices: the elements that were sent, in order of the ranks: one array for the bucket, or one per tensor. None
             if all of them were sent.
         ages: for each of them, int8 steps since it was last sent; None if these are not tracked.
@@ -45,14 +49,12 @@ class Late:
         self,
         bucket: Bucket,
         method: Method,
-        ops: Ops | None,
         indices: Sequence[Array] | None = None,
         ages: Sequence[Array] | None = None,
         ranks: int = 1,
     ):
         self.bucket = bucket
         self.method = method
-        self._ops = ops
         self.used: set[Hashable] = set()
         self._indices = indices
         self._ages = ages
@@ -91,23 +93,46 @@ class Late:
         ages = self._ages[number if whole else 0] if self._ages else None
         if whole and (start, stop) == (0, size):
             return index, ages
-        offset = 0 if whole else self.bucket.spans[number][0]
-        inside = (index >= start + offset) & (index < stop + offset)
-        return index[inside] - (start + offset), None if ages is None else ages[inside]
+        first = start + (0 if whole else self.bucket.spans[number][0])
+        last = first + stop - start
+        if isinstance(index, np.ndarray) and (runs := _runs(index)):
+            # Each run ascends. Looking up its part is faster than comparing all elements
+            cuts = [slice(*(begin + np.searchsorted(index[begin:end], (first, last)))) for begin, end in runs]
+            found = np.concatenate([index[cut] for cut in cuts]) - first
+            return found, None if ages is None else np.concatenate([ages[cut] for cut in cuts])
+        inside = (index >= first) & (index < last)
+        return index[inside] - first, None if ages is None else ages[inside]
 
-    def share(self, ages: Array | None, moment: Moment) -> Any:
-        """Return the share c of a tensor: a number, or float32 [k], one for each element that was sent."""
-        if moment.at_once or momentum.at_once(self.method):
-            return 1.0
-        if not self.method.sparse:
-            return float(momentum.shares(moment.decay)[min(self.method.delay, MAX_WAIT)])
-        table = momentum.shares(moment.decay, self._spread)
-        if ages is None:
-            return float(table[1])
-        if isinstance(ages, np.ndarray):
-            return table[ages]
-        assert self._ops is not None
-        return self._ops.asarray(table, ages)[ages.long()]
+    def values(self, gradient: Array, index: Array | None, ages: Array | None, moment: Moment) -> tuple[Array, float]:
+        """Return c·g of the elements that were sent of a tensor, as an array and a factor of it.
+
+        Args:
+            gradient: the gradient of the tensor, flat.
+            index: the elements, as of :meth:`part`.
+            ages: their ages, as of :meth:`part`.
+            moment: how the optimizer uses its first moment.
+        """
+        share = 1.0
+        if not (moment.at_once or momentum.at_once(self.method)):
+            table = momentum.shares(moment.decay, self._spread if self.method.sparse else 1.0)
+            if index is not None and ages is not None:
+                ops = ops_of(gradient)
+                return ops.take_weighted(gradient, index, ops.asarray(table, gradient), ages), 1.0
+            share = float(table[1 if self.method.sparse else min(self.method.delay, MAX_WAIT)])
+        return gradient if index is None else ops_of(gradient).take(gradient, index), share
+
+
+def ops_of(array: Array) -> Ops:
+    """Return the array ops for a NumPy array or a PyTorch tensor."""
+    if isinstance(array, np.ndarray):
+        return hvdcompress.ops.fast
+    return import_module("hvdcompress.ops.torch")  # type: ignore[return-value]
+
+
+def _runs(index: NumpyArray) -> list[tuple[int, int]]:
+    """Return the ascending runs that the indices consist of, usually one per rank; nothing if there are many."""
+    breaks = (np.flatnonzero(index[1:] < index[:-1]) + 1).tolist()
+    return list(pairwise([0, *breaks, len(index)])) if len(breaks) < MANY else []
 
 
 def nonzero(x: Array) -> Array:
@@ -147,12 +172,15 @@ class Shift:
         self._add(buffer, -self.before)
 
     def _add(self, buffer: Array, factor: Any) -> None:
-        change = self.values * factor
-        if self.index is None:
-            buffer += change
-        else:
-            # An element that several ranks sent has several entries, which are equal: add one of them
-            changed = buffer[self.index] + change
+        if dtype_name(buffer) == "float32" and isinstance(factor, float):
+            if self.index is None:
+                ops_of(buffer).subtract(buffer, self.values, -factor)
+            else:
+                ops_of(buffer).add_once(buffer, self.index, self.values, factor)
+        elif self.index is None:
+            buffer += self.values * factor
+        else:  # an element that several ranks sent has several entries
+            changed = buffer[self.index] + self.values * factor
             buffer[self.index] = changed if isinstance(changed, np.ndarray) else changed.to(buffer.dtype)
 
 
@@ -189,8 +217,10 @@ def adapted(
                 sizes = f"its buffer {len(buffer)} and its gradient {len(gradient)}"
                 raise ValueError(f"{member.name!r} has {member.size} elements, {sizes}")
             index, ages = late.part(number)
-            values = (gradient if index is None else gradient[index]) * late.share(ages, moment)
-            shifts.append((buffer, Shift(index, values, moment.changes(late.method))))
+            values, share = late.values(gradient, index, ages, moment)
+            values = values.copy() if index is None else values  # the step may change its gradients
+            before, after = moment.changes(late.method)
+            shifts.append((buffer, Shift(index, values, (share * before, share * after))))
             used.append((late, member.name))
     for buffer, shift in shifts:
         shift.begin(buffer)

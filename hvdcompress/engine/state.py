@@ -258,7 +258,7 @@ class RankState:
             return None, None
         by_age = method.sparse and not momentum.at_once(method) and self.tracks_ages is not False
         if indices is None or not by_age:
-            return Late(state.bucket, method, ops, indices, ranks=ranks), None
+            return Late(state.bucket, method, indices, ranks=ranks), None
         assert ops is not None
         bucket = state.bucket
         before: Any = state.arrived
@@ -278,7 +278,7 @@ class RankState:
         # A stamp is the step modulo 256. Renew old ones before they would look like recent ones
         if state.step % RENEWED == 0:
             arrived[now - arrived > momentum.MAX_WAIT] = stamp_of(state.step + 1 - momentum.MAX_WAIT)
-        return Late(bucket, method, ops, indices, ages, ranks), arrived
+        return Late(bucket, method, indices, ages, ranks), arrived
 
     # -- commit and undo ------------------------------------------------------------------------------------
 

@@ -81,6 +81,26 @@ class Ops(Protocol):
             The ages before the update [k] int8.
         """
 
+    def take_weighted(self, x: Array, index: Array, weights: Array, which: Array) -> Array:
+        """Return x[index]·weights[which] [k].
+
+        Args:
+            x: [n] float32.
+            index: [k], as for :meth:`take`.
+            weights: [128] float32.
+            which: [k] int8, not negative.
+        """
+
+    def add_once(self, x: Array, index: Array, values: Array, factor: float) -> None:
+        """Set x[i] = x[i] + factor·v for each entry (i, v), in place.
+
+        Args:
+            x: [n].
+            index: [k], as for :meth:`take`. Entries of the same index have the same value, which is added once.
+            values: [k].
+            factor: Rounded to float32 first.
+        """
+
     def sort(self, x: Array) -> Array:
         """Return the elements of ``x`` in ascending order."""
 

@@ -481,8 +481,9 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             if late and moment.decay:
                 index, ages = late.part(0)
                 where: Any = slice(None) if index is None else index
+                values, share = late.values(gradient, index, ages, moment)
                 for out, factor in zip(dense, moment.changes(late.method), strict=True):
-                    out[where] = gradient[where] * late.share(ages, moment) * np.float32(factor)
+                    out[where] = values * np.float32(share * factor)
             return dense
 
         return shifts

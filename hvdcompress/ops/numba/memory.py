@@ -41,5 +41,20 @@ def stamp(stamps: Array, now: int, index: Array, out: Array) -> Array:
     return ages
 
 
+def take_weighted(x: Array, index: Array, weights: Array, which: Array) -> Array:
+    if not (plain(x, weights) and plain(which, dtype=INT8) and _is_plain_index(index)):
+        return reference.take_weighted(x, index, weights, which)
+    out = pool.empty(index.size, FLOAT32)
+    kernels.take_weighted(x, index, weights, which, out)
+    return out
+
+
+def add_once(x: Array, index: Array, values: Array, factor: float) -> None:
+    if not (plain(x, values) and _is_plain_index(index)):
+        return reference.add_once(x, index, values, factor)
+    kernels.add_once(x, index, values, np.float32(factor), pool.empty(index.size, FLOAT32))
+    return None
+
+
 def _is_plain_index(index: Array) -> bool:
     return index.dtype in INDICES and plain(index, dtype=index.dtype)

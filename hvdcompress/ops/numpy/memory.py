@@ -57,6 +57,14 @@ def stamp(stamps: Array, now: int, index: Array, out: Array) -> Array:
     return np.int8(now) - stamps[index]
 
 
+def take_weighted(x: Array, index: Array, weights: Array, which: Array) -> Array:
+    return x[index] * weights[which]
+
+
+def add_once(x: Array, index: Array, values: Array, factor: float) -> None:
+    x[index] = x[index] + np.float32(factor) * values
+
+
 def sort(x: Array) -> Array:
     return np.sort(x)
 

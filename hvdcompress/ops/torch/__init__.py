@@ -54,6 +54,7 @@ from hvdcompress.ops.torch.matrices import (
     principal,
 )
 from hvdcompress.ops.torch.memory import (
+    add_once,
     asarray,
     concat,
     fill,
@@ -64,6 +65,7 @@ from hvdcompress.ops.torch.memory import (
     sort,
     stamp,
     take,
+    take_weighted,
     to_bytes,
     zeros,
 )
@@ -82,14 +84,14 @@ from hvdcompress.ops.torch.spectra import irfft, largest_frequencies, magnitudes
 from hvdcompress.ops.torch.statistics import all_below, all_finite, bucket_norms, l2_norm, max_abs, moments
 
 __all__ = [
-    "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
-    "chunk_argmax", "chunk_positions", "combine", "concat", "count_above", "decode_levels", "dense",
+    "accumulate", "accumulate_parts", "add_all", "add_once", "all_below", "all_finite", "asarray", "blend",
+    "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat", "count_above", "decode_levels", "dense",
     "dequantize", "distinct_indices", "elias_fano", "encode_levels", "fill", "find_bits", "first_above", "first_equal",
     "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "hadamard", "head_bytes", "index_dtype",
     "index_range", "inspect", "irfft", "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of",
     "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits",
     "pack_fields", "pack_signs", "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes",
     "range_mantissa", "range_values", "rfft", "scaled", "searchsorted", "set_bits", "sort", "stamp", "subtract", "take",
-    "to_bf16", "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
-    "write", "write_parts", "zero_where", "zeros",
+    "take_weighted", "to_bf16", "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits",
+    "unpack_fields", "unpack_signs", "write", "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.torch.tensors import dtype_of, host, uploaded, view_as
+from hvdcompress.ops.torch.tensors import dtype_of, f32, host, uploaded, view_as
 from hvdcompress.ops.vectors import Array, NumpyArray
 
 
@@ -47,6 +47,15 @@ def take(x: Array, index: Array) -> Array:
 def stamp(stamps: Array, now: int, index: Array, out: Array) -> Array:
     out.copy_(stamps).index_fill_(0, index.long(), now)
     return now - stamps.index_select(0, index)
+
+
+def take_weighted(x: Array, index: Array, weights: Array, which: Array) -> Array:
+    return x.index_select(0, index) * weights.index_select(0, which.int())
+
+
+def add_once(x: Array, index: Array, values: Array, factor: float) -> None:
+    at = index.long()
+    x[at] = x[at] + values * f32(factor)
 
 
 def sort(x: Array) -> Array:

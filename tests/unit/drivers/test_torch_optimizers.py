@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hvdcompress.ops
 from hvdcompress import get
 from hvdcompress.engine.late import Late
 from hvdcompress.method import TensorSpec
@@ -33,14 +32,14 @@ def late_of(method: Any, step: int) -> tuple[Late, np.ndarray]:
     """Return what an exchange has sent in a step, and the share c of each element for momentum 0.9 or beta1 0.9."""
     (bucket,) = plan_of(method, min_elements=1).buckets([SPEC])
     if not method.sparse:
-        return Late(bucket, method, None), np.ones(SHAPE)
+        return Late(bucket, method), np.ones(SHAPE)
     random = np.random.default_rng(step)
     index = random.permutation(24)[:10].astype(np.int32)
     index = np.concatenate([index, index[:4]])  # two ranks have sent four of them
     ages = random.integers(1, 12, 24).astype(np.int8)
     sent = np.zeros(24)
     sent[index] = 1.0
-    return Late(bucket, method, hvdcompress.ops.fast, [index], [ages[index]], ranks=2), sent.reshape(SHAPE)
+    return Late(bucket, method, [index], [ages[index]], ranks=2), sent.reshape(SHAPE)
 
 
 class Training:
@@ -61,9 +60,9 @@ class Training:
 def share_of(late: Late, sent: np.ndarray, moment: Any) -> np.ndarray:
     """Return c as a dense array."""
     index, ages = late.part(0)
-    share = np.broadcast_to(late.share(ages, moment), len(index) if index is not None else 24)
+    values, share = late.values(np.ones(24), index, ages, moment)
     dense = np.zeros(24)
-    dense[slice(None) if index is None else index] = share
+    dense[slice(None) if index is None else index] = share * values
     return dense.reshape(SHAPE)
 
 

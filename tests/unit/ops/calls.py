@@ -56,6 +56,17 @@ def bytes_at(start: int, x: np.ndarray) -> np.ndarray:
 NOW = (-(2**7), 7, 2**7 - 1)  # stamps are any 8 bits, so ages overflow
 
 
+def call_take_weighted(o, put, x, r):
+    index = every(3, x)
+    return o.take_weighted(put(x), put(index), put(r[:128]), put((index % 128).astype(np.int8)))
+
+
+def call_add_once(o, put, x, r, factor):
+    index = np.concatenate([every(3, x), every(2, x)[1:], every(3, x)])  # with duplicates
+    values = r[index % len(r)].astype(np.float32)
+    return changed(put, x, lambda out: o.add_once(out, put(index), put(values), factor))
+
+
 def call_stamp(o, put, x, r, now, order):
     index = {
         "ascending": every(3, x),
@@ -82,6 +93,8 @@ CASES += [
     case("fill", lambda o, put, x, r: changed(put, x, lambda out: o.fill(out, float("nan")))),
     case("take", lambda o, put, x, r, dtype: o.take(put(x), put(every(3, x).astype(dtype))), dtype=(INT32, INT64)),
     case("take", lambda o, put, x, r: o.take(put(x.view(np.int8)), put(every(3, x)))),
+    case("take_weighted", call_take_weighted),
+    case("add_once", call_add_once, factor=(0.3, -9.0)),
     case("stamp", call_stamp, now=NOW, order=("ascending", "runs", "descending")),
     case("sort", lambda o, put, x, r: o.sort(put(x.view(INT32)))),
     case("searchsorted", lambda o, put, x, r: o.searchsorted(put(np.sort(x.view(INT32))), put(r.view(INT32)))),

@@ -74,8 +74,9 @@ def test_methods_that_send_all_elements_have_one_share(id: str) -> None:
     net.allreduce([np.ones((8, 8), np.float32)] * 2, name="w")
     (late,) = net.ranks[0].late.values()
     assert late.part(0) == (None, None)
-    assert late.share(None, heavy_ball(0.9)) == pytest.approx(shares(0.9)[method.delay])
-    assert late.share(None, corrected_average(0.9, 0.5)) == 1.0
+    ones = np.ones(64, np.float32)
+    assert late.values(ones, None, None, heavy_ball(0.9))[1] == pytest.approx(shares(0.9)[method.delay])
+    assert late.values(ones, None, None, corrected_average(0.9, 0.5))[1] == 1.0
 
 
 @pytest.mark.parametrize(

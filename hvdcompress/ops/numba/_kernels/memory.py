@@ -49,6 +49,34 @@ def take(x, index, out):
 
 
 @compiled
+def take_weighted(x, index, weights, which, out):
+    check_indices(index, x.size)
+    for j in range(index.size):
+        out[j] = x[np.uint64(index[j])] * weights[np.uint8(which[j])]
+
+
+@compiled
+def add_once(x, index, values, factor, sums):
+    """Add in blocks, as ``stamp``: all runs of indices in one block of the vector before the next block."""
+    check_indices(index, x.size)
+    begins, ends = runs_of(index)
+    stops = begins.copy()
+    step = STAMPED if ends.size <= RUNS else max(x.size, 1)
+    for first in range(0, x.size, step):
+        last = min(first + step, x.size)
+        for run in range(ends.size):
+            j = begins[run]
+            while j < ends[run] and index[j] < last:
+                sums[j] = x[np.uint64(index[j])] + factor * values[j]
+                j += 1
+            stops[run] = j
+        for run in range(ends.size):
+            for j in range(begins[run], stops[run]):
+                x[np.uint64(index[j])] = sums[j]
+            begins[run] = stops[run]
+
+
+@compiled
 def runs_of(index):
     """Return the starts and the ends of the ascending runs that the indices consist of."""
     count = 1
