@@ -212,11 +212,16 @@ class Compressor(TensorCompressor):
                     "FSDP, compression needs a gradient of every parameter in every step"
                 )
         bucket, index = self._bucket_and_index[name]
+        # FSDP adds the result to the gradients of earlier backward passes, which the optimizer has not used
+        adds = any(parameter.grad is not None for parameter in self.shard.parameters[name])
+        earlier = self.local.late.get(name) if adds else None
         try:
             step.run(lambda: step.add(bucket, [index], [self.framework.vector(step, bucket, gradient)]))
         finally:
             self._step = None
         self.ledger.steps += step.finite
+        if earlier and not earlier.used and name in self.local.late:
+            self.local.late[name].absorb(earlier)
 
 
 def attach(

@@ -9,11 +9,10 @@ optimizer uses, whatever the program has done to it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
-from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -49,8 +48,8 @@ class Late:
         self,
         bucket: Bucket,
         method: Method,
-        indices: Sequence[Array] | None = None,
-        ages: Sequence[Array] | None = None,
+        indices: list[Array] | None = None,
+        ages: list[Array] | None = None,
         ranks: int = 1,
     ):
         self.bucket = bucket
@@ -59,6 +58,17 @@ class Late:
         self._indices = indices
         self._ages = ages
         self._ranks = ranks
+
+    def absorb(self, earlier: Late) -> None:
+        """Add what an earlier exchange of the same bucket has sent, because the gradients of both are added up."""
+        if not (self._indices and earlier._indices):
+            return
+        for number, (index, before) in enumerate(zip(self._indices, earlier._indices, strict=True)):
+            ops = ops_of(index)
+            again = ops.searchsorted(ops.sort(index), before) < ops.searchsorted(ops.sort(index), before + 1)
+            self._indices[number] = ops.concat([index, before[~again]])
+            if self._ages and earlier._ages:
+                self._ages[number] = ops.concat([self._ages[number], earlier._ages[number][~again]])
 
     @cached_property
     def _spread(self) -> float:
@@ -126,7 +136,9 @@ def ops_of(array: Array) -> Ops:
     """Return the array ops for a NumPy array or a PyTorch tensor."""
     if isinstance(array, np.ndarray):
         return hvdcompress.ops.fast
-    return import_module("hvdcompress.ops.torch")  # type: ignore[return-value]
+    import hvdcompress.ops.torch as torch_ops  # not without PyTorch
+
+    return cast(Ops, torch_ops)
 
 
 def _runs(index: NumpyArray) -> list[tuple[int, int]]:

@@ -241,7 +241,7 @@ class RankState:
         method: Method,
         ops: Ops | None,
         unused: Collection[str],
-        indices: Sequence[Array] | None,
+        indices: list[Array] | None,
         ranks: int = 1,
     ) -> tuple[Late | None, Array | None]:
         """Return what the optimizer's momentum is adapted to after an exchange, and the new ``BucketState.arrived``.

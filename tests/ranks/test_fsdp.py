@@ -80,6 +80,21 @@ def test_cancelled_momentum_trains_as_an_optimizer_without_momentum(driver, mesh
     assert_close(*results, (1e-5, 1e-5), "sharded")
 
 
+def test_gradients_that_are_exchanged_twice_before_a_step_are_adapted_once(mesh):
+    """FSDP adds up the gradients of two backward passes. Both are applied at once, as without momentum."""
+    results = []
+    for options in ({"lr": 0.05, "momentum": 0.9}, {"lr": 0.5}):
+        settings = {"density": 0.05, "min_elements": 1, "optimizer_momentum": "cancel"}
+        model, optimizer, _ = attached("topk", mesh, **options, **settings)
+        for step in range(4):
+            optimizer.zero_grad()
+            for half in range(2):
+                loss_of(model, 2 * step + half).backward()
+            optimizer.step()
+        results.append({name: p.to_local().detach().numpy().copy() for name, p in model.named_parameters()})
+    assert_close(*results, (1e-4, 1e-5), "sharded")
+
+
 @pytest.mark.parametrize("kind,levels", [("checkpoint", "0110"), ("checkpoint", "2112"), ("function", "1001")])
 def test_backward_passes_inside_of_a_backward_pass(driver, mesh, kind, levels):
     def compress(net):

@@ -126,7 +126,7 @@ class Ranks:
         if self.driver == "DDP":
             module = DistributedDataParallel(model)
             if contender.plan:
-                return Training(module, optimizer, ddp.attach(module, contender.plan, optimizer=optimizer))
+                return Training(module, optimizer, ddp.attach(module, contender.plan))
             if contender.label != DENSE:
                 module.register_comm_hook(None, fp16_compress_hook)
             return Training(module, optimizer)

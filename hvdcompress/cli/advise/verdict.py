@@ -71,7 +71,7 @@ def how_to(best: Measured, driver: str) -> str:
         return "optimizer = hvd.DistributedOptimizer(optimizer, …, compression=hvd.Compression.fp16)"
     words = ", ".join([f'"{settings.pop("method")}"', *(f"{key}={value!r}" for key, value in settings.items())])
     if driver == "DDP":
-        return f"from hvdcompress import ddp\nddp.attach(model, {words}, optimizer=optimizer)"
+        return f"from hvdcompress import ddp\nddp.attach(model, {words})"
     call = f"hc.attach(optimizer, model.named_parameters(), {words})"
     return f"from hvdcompress.horovod import torch as hc\noptimizer = {call}"
 
