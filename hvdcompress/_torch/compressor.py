@@ -246,8 +246,8 @@ class TensorCompressor(compressor.Compressor):
             raise
         if self.local.rank == 0 and saved["plan"].get("without_beta1"):
             log.warn_once(
-                "an earlier version has set beta1 of Adam to 0 in the saved training, so the state of the optimizer may "
-                "have that, too: set beta1 again, because momentum is adapted without it now"
+                "an earlier version has set beta1 of Adam to 0 in the saved training. If the optimizer is loaded with "
+                "that, set beta1 again, because its momentum is adapted now"
             )
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:

@@ -97,7 +97,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return [argument for each in metafunc.definition.iter_markers(mark) for argument in each.args]
 
     own, only, also = arguments("drivers"), arguments("only"), arguments("also")
-    on_request = ("one rank", "two levels", "gloo") if own else ("one rank", "Keras 2")
+    on_request = ("one rank", "four ranks", "two levels", "gloo") if own else ("one rank", "Keras 2")
     chosen = []
     for driver in own or LAUNCHES:
         for name, kind in LAUNCHES[driver].items():

@@ -154,7 +154,7 @@ def outer(left, right, out, factor, subtract):
 
     Four products at a time are added in registers. LLVM makes one loop for each number of remaining products.
     """
-    if left.shape[0] == 8 and not subtract:  # rank 4, plus the four terms of the momentum that is cancelled
+    if left.shape[0] == 8 and not subtract:  # the rank that suits MLPs
         outer_of_eight(left, right, out, factor)
         return
     count = left.shape[0]
