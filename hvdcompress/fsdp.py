@@ -95,8 +95,6 @@ class Compressor(TensorCompressor):
         plan = plan_of(method, **{"bucket_elements": 0, **settings})
         if plan.verify_every:
             raise ValueError("verify_every must be 0: under FSDP the Compressor sees only gradients, not parameters")
-        if plan.cosine_every:
-            raise ValueError(f"cosine_every must be 0: {ONE_STEP_PER_MODULE}")
         if plan.nodes:
             raise ValueError(f"nodes must be 0: {ONE_STEP_PER_MODULE}; HSDP has two levels of its own")
         if plan.bucket_elements:

@@ -15,7 +15,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ import numpy as np
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.bucket_state import Memory
 from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.cosine import Product
 from hvdcompress.engine.exchange import Exchange, check_gradient, describe_missing
 from hvdcompress.engine.late import nonzero
 from hvdcompress.engine.nodes import Placement
@@ -37,8 +36,6 @@ from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket
-
-PRODUCT_BYTES = 8 * len(fields(Product))  #: bytes of a :class:`Product` in float64
 
 
 @dataclass(frozen=True)
@@ -266,7 +263,6 @@ class NodeStep(Step):
         self._to_owner: deque[NodeBucket] = deque()  # with gradients in flight to the owner, oldest first
         self._to_return: deque[NodeBucket] = deque()  # whose result is not on its way yet, in the order of their start
         self._from_owner: deque[NodeBucket] = deque()  # with a result in flight
-        self._products: Pending | None = None  # the products of all ranks of the node, in a step that compares
 
     # -- adding gradients -----------------------------------------------------------------------------------
 
@@ -457,33 +453,6 @@ class NodeStep(Step):
             self._agrees_again = False
             self.send_status()
         super().finish()
-
-    # -- comparison with the uncompressed average -----------------------------------------------------------
-
-    def finish_comparison(self) -> None:
-        """Compare the results of this rank, and start sending the products to the other ranks of its node."""
-        super().finish_comparison()
-        if self.comparison and self.finite:
-            names = [self._tensors_of(owner) for owner in range(self.placement.nodes.local_size)]
-            products = [self.comparison.products.get(name, Product()) for name in names[self.placement.local_rank]]
-            payload = np.array([astuple(each) for each in products], np.float64).reshape(-1).view(np.uint8)
-            lengths = tuple(len(owned) * PRODUCT_BYTES for owned in names)
-            self._products = self.levels.to_owner.start("cosine", 0, AllGather(payload), lengths=lengths)
-
-    def report_comparison(self) -> None:
-        """Wait for the products of all ranks of the node, and report the results of the comparison."""
-        if self.comparison and self._products:
-            self.levels.to_owner.advance(self._products)
-            for owner, payload in enumerate(self.levels.to_owner.result(self._products)):
-                rows = payload.view(np.float64).reshape(-1, len(fields(Product))).tolist()
-                for name, row in zip(self._tensors_of(owner), rows, strict=True):
-                    self.comparison.products[name] = Product(*row)
-        super().report_comparison()
-
-    def _tensors_of(self, owner: int) -> list[str]:
-        """Return the names of the tensors that a rank of this node owns, in the same order on all ranks."""
-        owned = [each for _, each in sorted(self.node_buckets.items()) if each.owner == owner]
-        return [member.name for each in owned for member in each.bucket.members]
 
     # -- the end --------------------------------------------------------------------------------------------
 

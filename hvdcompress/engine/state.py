@@ -360,8 +360,8 @@ class RankState:
     def note_step(self, began: float, ended: float, blocked: float | None = None, waited: float = 0.0) -> None:
         """Record the duration of a finished step in :attr:`times` and :attr:`fallback`.
 
-        Paused steps are not recorded. :attr:`times` also omits uncompressed steps and steps that compare gradients, and
-        :attr:`fallback` omits warm-up steps.
+        Paused steps are not recorded. :attr:`times` also omits uncompressed steps, and :attr:`fallback` omits warm-up
+        steps.
 
         Args:
             began: time of the first gradient, in seconds.
@@ -369,11 +369,9 @@ class RankState:
             blocked: seconds in which the program waited for the exchange; by default the whole time.
             waited: seconds of waiting that the ledger does not count.
         """
-        every = self.plan.cosine_every
-        compared = every > 0 and self.steps_done() % every == 0
         # Steps that also send residuals are not typical
         gives_up = self.fallback.verdict in (Verdict.FLUSH, Verdict.DENSE)
-        counts = not (self.uncompressed or compared or gives_up)
+        counts = not (self.uncompressed or gives_up)
         self.times.note(began, ended - began if blocked is None else blocked, waited, counts)
         if self.paused or not self.fallback.compares:
             return
@@ -386,11 +384,6 @@ class RankState:
         """Return whether the ranks compare checksums in the next step."""
         every = self.plan.verify_every  # the step count is equal on all ranks, so all compare in the same step
         return self.world_size > 1 and every > 0 and self.steps_done() % every == 0
-
-    def compares(self) -> bool:
-        """Return whether the results of the next step are compared with the uncompressed average."""
-        every = self.plan.cosine_every
-        return every > 0 and not self.uncompressed and (self.steps_done() + 1) % every == 0
 
     def steps_done(self) -> int:
         """Return the largest step count of all tensors."""

@@ -33,7 +33,6 @@ from hvdcompress.engine.agreement import (
 )
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.commit import Outcome, commit_step
-from hvdcompress.engine.cosine import Comparison, Product
 from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.safety.alarm import common_error
@@ -172,7 +171,6 @@ class Step:
         self.checksums: dict[str, int] = {}
         self.finite = True
         self.unused: set[str] = set()
-        self.comparison = Comparison(local) if local.compares() else None
         self.triggered = False  # whether the ranks agreed to restart the phases
         self._in_flight: deque[Exchange] = deque()  # with a collective in flight, oldest first
         self._done: list[Exchange] = []  # in stage REDUCED
@@ -221,8 +219,6 @@ class Step:
             ops = self.framework.ops(like)
             setup = Setup(self.local, self.network.group, bucket, like, ops, self.loss_scale)
             exchange = self.exchanges[bucket.spec.name] = Exchange(setup)
-        if self.comparison:
-            self.comparison.keep(exchange, indices, gradients)
         exchange.add(indices, gradients, outs)
         return self._start(exchange, may_carry) if exchange.is_full else None
 
@@ -462,9 +458,6 @@ class Step:
             self.finite = not non_finite
             if self.used is not None:
                 self.unused = {name for name, use in zip(self.config.tensors, everyones_use, strict=True) if not use}
-        self.start_comparison()
-        self.finish_comparison()
-        self.report_comparison()
         self.close()
 
     def _wait_for_status(self) -> None:
@@ -476,29 +469,6 @@ class Step:
                 with self.defer_errors:
                     self._advance_any()
         self.receive_status()
-
-    def start_comparison(self) -> None:
-        """Start the all-reduces of uncompressed gradients, in steps selected by the plan's ``cosine_every``.
-
-        Every rank calls it at the same point: all exchanges are done, and all ranks know whether the step is finite.
-        """
-        if self.comparison and self.finite:
-            self.comparison.start(self.network, self.exchanges.values())
-
-    def finish_comparison(self) -> None:
-        """Wait for these all-reduces and compare the results with the uncompressed average."""
-        if self.comparison and self.finite:
-            factor = self.local.world_size * (self.factor or 1.0 / self.local.world_size)
-            norms = {
-                passed.next_step.bucket.spec.name: float(passed.gradient.norm()) for passed in self._passed_through
-            }
-            self.comparison.products |= {name: Product.exact(norm, factor) for name, norm in norms.items()}
-            self.comparison.finish(self.network)
-
-    def report_comparison(self) -> None:
-        """Report the results of the comparison to the observers."""
-        if self.comparison and self.finite:
-            self.comparison.report(self.unused)
 
     def _refuse_missing(self) -> None:
         """Raise RuntimeError if an exchange lacks gradients, or if the factor was not set."""
@@ -615,6 +585,4 @@ class Step:
 
     def _deliver(self, exchange: Exchange, factor: float) -> None:
         """Write the results of an exchange. Its new state is kept only by :meth:`close`."""
-        if self.comparison:
-            self.comparison.note_result(exchange, factor)
         exchange.deliver(factor)

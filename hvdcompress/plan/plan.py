@@ -153,7 +153,6 @@ class Plan:
     end_after: int | None = None  #: seconds after which it ends; 0: never; None: 1800, or the process group's timeout
     verify_every: int = 0  #: interval in steps between comparisons of the ranks' parameters and shared state; 0: never
     fallback: bool = False  #: whether to give up compression if the first steps show that it saves no time
-    cosine_every: int = 0  #: interval in steps between comparisons with the uncompressed average; 0: never
     nodes: int | str = 0  #: number of nodes for an exchange with two levels; "auto": ask the launcher; 0: one level
     source: str = "{}"  #: the plan as JSON, with defaults filled in
 

@@ -18,7 +18,7 @@ from hvdcompress.registry import FieldError, classes, get, suggest
 
 PLAN_KEYS = (
     "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed",
-    "watchdog", "warn_after", "end_after", "verify_every", "fallback", "cosine_every", "nodes",
+    "watchdog", "warn_after", "end_after", "verify_every", "fallback", "nodes",
 )  # fmt: skip
 #: Keys with integer values, and their defaults
 INTEGERS = {
@@ -33,6 +33,7 @@ FLAGS = {"watchdog": True, "fallback": False}
 GONE = {
     "optimizer": "is not needed: the momentum of any optimizer is adapted when it takes its step",
     "without_beta1": "is not needed: Adam's momentum is adapted when it takes its step",
+    "cosine_every": "is not there any more: compare the losses of trainings with and without compression",
     "clip_norm": "is not needed: gradients are the average over the ranks, so clip them as in any other program",
 }
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
@@ -61,8 +62,6 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         verify_every: 0             # interval in steps at which ranks compare parameters and shared state; 0: never
         fallback: true              # compare some of the first steps with uncompressed steps, and give up
                                     # compression if it saves no time; under PyTorch DDP and Horovod
-        cosine_every: 100           # interval in steps at which uncompressed gradients are averaged, too, and
-                                    # summary() shows the cosine between both results; 0, the default: never
         nodes: auto                 # exchange with two levels: uncompressed inside a node, compressed between nodes;
                                     # auto: as the launcher has distributed the ranks; or the number of nodes; 0: one
                                     # level
@@ -144,7 +143,7 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
     """Create a plan from a method that is not registered, such as one under development."""
     doc = Document({**settings})
-    doc.known_keys((*INTEGERS, *FLAGS, "cosine_every", "nodes"))
+    doc.known_keys((*INTEGERS, *FLAGS, "nodes"))
     shared = _plan_settings(doc)
     source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **shared}
     return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **shared)
@@ -158,8 +157,6 @@ def _plan_settings(doc: Document) -> dict[str, Any]:
             raise doc.error(key, f"{flag!r} must be true or false")
         if flag or default:
             found[key] = flag
-    if every := doc.integer("cosine_every", 0, least=0):
-        found["cosine_every"] = every
     if doc.value.get("nodes") == "auto":
         found["nodes"] = "auto"
     elif nodes := doc.integer("nodes", 0, least=0):

@@ -187,7 +187,7 @@ def test_unsupported_models_and_settings_are_refused(driver, mesh):
     for model, settings, words in (
         (new_net(), {}, ["no FSDPModule", "fully_shard"]),
         (sharded(mesh), {}, ["one dimension", "mesh['shard']"]),
-        *((sharded(mesh["shard"]), {name: 9}, [name]) for name in ("bucket_elements", "verify_every", "cosine_every")),
+        *((sharded(mesh["shard"]), {name: 9}, [name]) for name in ("bucket_elements", "verify_every")),
     ):
         given = {"replicas": mesh["replicate"], **settings}
         driver.must_raise(ValueError, words, lambda m=model, g=given: fsdp.attach(m, "topk", **g))

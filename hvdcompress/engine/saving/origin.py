@@ -22,7 +22,7 @@ MADE_BY = "made_by"  #: the key of a saved state
 #: packages whose version is noted where they are in use
 PACKAGES = ("numpy", "numba", "torch", "tensorflow", "horovod", "mpi4py")
 #: plan keys that change neither what is sent nor what comes of it
-IDLE = {"watchdog", "warn_after", "end_after", "verify_every", "cosine_every"}
+IDLE = {"watchdog", "warn_after", "end_after", "verify_every"}
 
 
 def made_by(driver: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdcompress.engine.telemetry import compiling
-from hvdcompress.engine.telemetry.observer import Compared, Observer, Sent
+from hvdcompress.engine.telemetry.observer import Observer, Sent
 
 
 @dataclass
@@ -67,7 +67,6 @@ class Ledger(Observer):
     _tensors: dict[tuple[int, str], Entry] = field(default_factory=lambda: defaultdict(Entry))
     _seconds: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     _counters: dict[tuple[int, str], Any] = field(default_factory=lambda: defaultdict(int))
-    _compared: dict[int, Compared] = field(default_factory=dict)
     _inside_node: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     # -- events -----------------------------------------------------------------------------------------
@@ -116,12 +115,6 @@ class Ledger(Observer):
         for counter, amount in counters.items():
             self._counters[rank, counter] += amount
 
-    def compared(self, rank: int, what: Compared) -> None:
-        """Store the last comparison."""
-        self._compared[rank] = what
-
-    # -- figures ----------------------------------------------------------------------------------------
-
     def _rank(self, rank: int | None) -> int:
         return self.rank if rank is None else rank
 
@@ -168,12 +161,8 @@ class Ledger(Observer):
         """Return the sums of the methods' counters, such as {"kept": 120, "saturated": 0}."""
         return {name: int(amount) for (r, name), amount in self._counters.items() if r == self._rank(rank)}
 
-    def last_compared(self, rank: int | None = None) -> Compared | None:
-        """Return the last comparison with the uncompressed average (``cosine_every``); None if there was none."""
-        return self._compared.get(self._rank(rank))
-
     def reset(self) -> None:
         """Reset all counts to zero."""
         self.steps = 0
-        for table in (self._ranks, self._tensors, self._seconds, self._counters, self._compared, self._inside_node):
+        for table in (self._ranks, self._tensors, self._seconds, self._counters, self._inside_node):
             table.clear()

@@ -42,9 +42,6 @@ def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, f
     }
     if inside := ledger.bytes_inside_node(rank):
         found["inside_node_bytes"] = float(inside)
-    if compared := ledger.last_compared(rank):
-        found["cosine"] = compared.cosine
-        found["least_cosine"] = compared.least
     for each in groups:
         found[f"{each.program}/ratio"] = each.ratio
         found[f"{each.program}/residual_norm"] = math.nan if each.residual is None else each.residual
@@ -97,12 +94,6 @@ def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Ma
             "gauge",
             "l2-norm of what error feedback has still to send.",
             [(own, each.residual) for own, each in by_program if each.residual is not None],
-        ),
-        *_family(
-            "cosine",
-            "gauge",
-            "Of compressed and uncompressed gradients, when they were last compared.",
-            [(base, compared.cosine)] if (compared := ledger.last_compared(rank)) else [],
         ),
         *_family(
             "method_events",

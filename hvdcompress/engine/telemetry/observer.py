@@ -50,28 +50,6 @@ class Completed(NamedTuple):
     seconds: float
 
 
-class Compared(NamedTuple):
-    """A comparison of compressed gradients with the uncompressed average.
-
-    Attributes:
-        step: the step, counted from 1.
-        cosine: cosine of the angle between both, over all tensors.
-        name: name of the tensor with the smallest cosine.
-        least: the cosine of this tensor.
-    """
-
-    step: int
-    cosine: float
-    name: str
-    least: float
-
-    def __str__(self) -> str:
-        return (
-            f"cosine with the uncompressed average: {self.cosine:.3f} in step {self.step}, "
-            f"least {self.least:.3f} ({self.name!r})"
-        )
-
-
 class Observer:
     """Base class of event observers. Register one with ``compressor.watch(observer)`` and override the events you need.
 
@@ -96,9 +74,6 @@ class Observer:
 
     def decoded(self, rank: int, name: str, seconds: float) -> None:
         """The codec ran for ``seconds`` after the last collective of an exchange, including writing the results."""
-
-    def compared(self, rank: int, what: Compared) -> None:
-        """Gradients were compared with the uncompressed average (``cosine_every`` in the plan)."""
 
     def committed(self, rank: int, name: str, counters: dict[str, Any]) -> None:
         """The exchange was committed. ``counters`` are the method's counts."""

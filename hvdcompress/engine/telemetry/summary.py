@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 
 from hvdcompress.engine.telemetry.figures import Figures
@@ -19,8 +18,7 @@ _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
     """Return the table: one line per program, one for traffic that belongs to no tensor, and a total.
 
-    With two levels, the bytes sent to ranks of the same node follow, and if the plan has ``cosine_every``, the last
-    comparison with the uncompressed average.
+    With two levels, the bytes sent to ranks of the same node follow.
 
     The columns are the method of the next step (with an arrow to the last method of its program), the number of
     tensors, the bytes of the gradients in their own dtype, the bytes sent, the compression ratio, the l2-norm of the
@@ -46,8 +44,6 @@ def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
     )
     if inside := ledger.bytes_inside_node(rank):
         lines.append(f"two levels: these tensors between nodes, and {scaled(inside)}B to ranks of this node")
-    if compared := ledger.last_compared(rank):
-        lines += textwrap.wrap(str(compared), WIDTH)
     return "\n".join(lines)
 
 

@@ -111,7 +111,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     Raises:
         ValueError: the plan is wrong; ``hvd.init()`` was not called; the plan has ``bucket_elements``,
-            ``verify_every``, ``cosine_every`` or ``nodes``, which TensorFlow graphs do not support.
+            ``verify_every`` or ``nodes``, which TensorFlow graphs do not support.
     """
 
     driver = "TensorFlow"
@@ -131,8 +131,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         plan = plan_of(method, **settings)
         if plan.verify_every:
             raise ValueError("verify_every must be 0: in TensorFlow the Compressor sees only gradients, not parameters")
-        if plan.cosine_every:
-            raise ValueError(f"cosine_every must be 0: {GRAPH_PER_TENSOR}")
         if plan.nodes:
             raise ValueError(f"nodes must be 0: {GRAPH_PER_TENSOR}")
         if plan.bucket_elements:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import numpy as np
 import pytest
 
 from hvdcompress.engine.intake import TILE
@@ -121,45 +120,3 @@ def test_rule_that_matches_no_tensor_is_logged_once_on_rank_0(driver):
     assert len(found) == (driver.rank == 0 or driver.shared), lines
     for line in found:
         assert f"a*{driver.name}" in line and "'e'" in line, line
-
-
-@pytest.mark.excepted(
-    "tensorflow", "each gradient has a graph of its own", refused=["each gradient has a graph of its own"]
-)
-@pytest.mark.parametrize("method", ["topk", "powersgd", "none"])
-def test_cosine_every_compares_with_the_uncompressed_average(driver, method):
-    """In every second step with ``cosine_every: 2``: of all tensors together and of the worst one, on every rank.
-    Results and states are as without it."""
-    settings = {"topk": {"density": 0.1}}.get(method, {})
-    plain, handle = (driver.make(method, {**settings, "cosine_every": every}, driver.shapes) for every in (0, 2))
-    rtol, atol = driver.again(method, settings) or (1.0, 1.0)
-    for step in range(4):
-        given = driver.gradients(step, driver.shapes)
-        wanted, got = (each.reduce(dict(given)) for each in (plain, handle))
-        for name in driver.shapes:
-            np.testing.assert_allclose(got[name], wanted[name], rtol, atol * np.abs(wanted[name]).max())
-        found = handle.compressor.ledger.last_compared(driver.rank)
-        assert (found.step if found else 0) == 2 * ((step + 1) // 2), (step, found)
-    everyone = driver.everyone(3, driver.shapes)
-    mean = {name: sum(each[name].astype(float) for each in everyone) / driver.world_size for name in driver.shapes}
-    if method in ("topk", "powersgd"):
-        whole = cosine([got[name] for name in mean], list(mean.values()))
-        assert abs(found.cosine - whole) < 1e-4 and found.cosine < 0.999, (found, whole)
-        assert abs(found.least - cosine([got[found.name]], [mean[found.name]])) < 1e-4, found
-    elif method == "none":
-        assert abs(found.cosine - 1) < 1e-5, found
-    else:
-        assert found.cosine < 1, found
-    assert all(abs(each - found.cosine) < 1e-6 for each in driver.gather(found.cosine))
-    assert "cosine with the uncompressed average" in handle.summary()
-    for name, slots in plain.state()["state"].items():
-        for slot, array in slots.items():
-            there = handle.state()["state"][name][slot]
-            np.testing.assert_allclose(there, array, rtol, atol * np.abs(array).max(initial=0.0), err_msg=slot)
-    plain.close()
-    handle.close()
-
-
-def cosine(some, others):
-    a, b = (np.concatenate([np.ravel(each) for each in one]).astype(np.float64) for one in (some, others))
-    return float(a @ b / np.sqrt((a @ a) * (b @ b)))

@@ -31,7 +31,7 @@ def test_the_driver_and_versions_are_saved() -> None:
     "before,now,reported",
     [
         ({"schedule": {"density": {"steps": {0: 0.1, 9: 0.01}}}},) * 2 + ("",),
-        ({}, {"watchdog": False, "end_after": 7, "cosine_every": 3}, ""),
+        ({}, {"watchdog": False, "end_after": 7}, ""),
         ({}, {"density": 0.5}, "density was 0.01, is 0.5"),
         ({}, {"optimizer_momentum": "keep"}, "optimizer_momentum was adapt, is keep"),
         (
