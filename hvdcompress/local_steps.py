@@ -537,7 +537,7 @@ class LocalSteps:
         if rank == 0 and (newest := _complete(Path(folder))):
             for step in _steps(Path(folder)):
                 if step < _step_of(newest):
-                    shutil.rmtree(Path(folder) / f"step-{step}", ignore_errors=True)
+                    _remove(Path(folder) / f"step-{step}")
 
     @torch.inference_mode(False)
     def load(self, folder: str | Path) -> None:
@@ -562,7 +562,7 @@ class LocalSteps:
             step.fill_(_step_of(place))
             for later in _steps(folder):
                 if later > step:  # a killed run has left it incomplete
-                    shutil.rmtree(folder / f"step-{later}", ignore_errors=True)
+                    _remove(folder / f"step-{later}")
         self._network.broadcast({"step": step})
         return folder / f"step-{step.item()}" if step >= 0 else None
 
@@ -687,8 +687,18 @@ def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dic
 
 
 def _steps(folder: Path) -> list[int]:
-    """Return the saved steps, in ascending order."""
-    return sorted(_step_of(path) for path in folder.glob("step-*") if path.is_dir())
+    """Return the saved steps, in ascending order. Other folders of such a name are not ours, and stay."""
+    return sorted(_step_of(path) for path in folder.glob("step-*") if (path / "fragment-0").is_dir())
+
+
+def _remove(place: Path) -> None:
+    """Remove a saved step. Files of others in the same folder stay."""
+    for path in place.glob("fragment-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in place.glob("rank-*"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        place.rmdir()
 
 
 def _step_of(place: Path) -> int:

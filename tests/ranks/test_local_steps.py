@@ -417,6 +417,22 @@ def test_wrong_models_and_optimizers_are_refused(driver):
     driver.must_raise(ValueError, [words], lambda: LocalSteps(model, optimizer, every=4))
 
 
+def test_folders_of_others_are_not_removed(driver):
+    """A Compressor's checkpoints may be in folders of the same names, as in the guide to checkpoints."""
+    folder = FOLDER / "shared"
+    others = [folder / name for name in ("step-1", "step-1000", "step-final")]
+    for other in others:
+        (other / "mine").mkdir(parents=True, exist_ok=True)
+    driver.meet()
+    with Training(driver).local_steps(1, **SETTINGS, checkpoint=folder) as local:
+        for _ in range(3):
+            local.step()
+    driver.meet()
+    with Training(driver).local_steps(1, **SETTINGS, checkpoint=folder) as local:
+        assert local.steps == 3
+    assert all((other / "mine").is_dir() for other in others)
+
+
 def test_load_without_a_checkpoint_is_an_error(driver):
     with Training(driver).local_steps(4) as local:
         words = ["no step that all ranks have saved"]
