@@ -184,7 +184,8 @@ def waiting_of(
 
 _begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step] = weakref.WeakKeyDictionary()
 Find = Callable[[torch.optim.Optimizer], Mapping[int, Waiting]]
-_finders: list[Find] = []  # the first one begins with the registration of the hooks
+_finders: list[Find] = []
+_handles: list[Any] = []  # of the hooks
 
 
 def install(find: Find) -> None:
@@ -193,9 +194,9 @@ def install(find: Find) -> None:
     Args:
         find: returns what has waited of each parameter of an optimizer that is about to take a step, by ``id()``.
     """
-    if not _finders:
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_end)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before))
+        _handles.append(register_optimizer_step_post_hook(_end))
     if find not in _finders:
         _finders.append(find)
 
@@ -208,8 +209,10 @@ def adapted(optimizer: torch.optim.Optimizer, waiting: Mapping[int, Waiting]) ->
         return waiting if other is optimizer else {}
 
     install(find)
-    yield
-    _finders.remove(find)
+    try:
+        yield
+    finally:
+        _finders.remove(find)
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:

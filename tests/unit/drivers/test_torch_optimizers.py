@@ -71,6 +71,15 @@ def gradients(count: int) -> list[np.ndarray]:
     return [random.standard_normal(SHAPE) for _ in range(count)]
 
 
+def test_hooks_are_registered_once() -> None:
+    training = Training(torch.optim.SGD)
+    counts = []
+    for gradient in gradients(3):
+        training.step(gradient, None)
+        counts.append(len(torch.optim.optimizer._global_optimizer_pre_hooks))
+    assert counts[0] == counts[2] >= 1
+
+
 SGD_OPTIONS = [
     {},
     {"dampening": 0.3},
