@@ -22,7 +22,8 @@ DRIVERS = {
     "hvdcompress/mpi/": "mpi-mpirun-2",
     "hvdcompress/horovod/torch/": "torch-mpi-2",
     "hvdcompress/horovod/tensorflow/": "tensorflow-mpi-2",
-    "hvdcompress/horovod/keras/": "tensorflow-mpi-2",
+    "hvdcompress/horovod/keras": "tensorflow-mpi-2",
+    "hvdcompress/_torch/": "ddp-torchrun-2",
     "hvdcompress/engine/": "loopback-",
     "hvdcompress/loopback.py": "loopback-",
 }

@@ -57,6 +57,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit(framework: str, tmp_path:
     said = train(framework, tmp_path / "whole")
     rate, accuracy = map(float, re.search(r"sent (\d+)x less, held-out accuracy ([\d.]+)%", said).groups())
     assert rate > 20 and accuracy > 90, said[-2000:]
+    assert "adapted to the delay of gradients" in said, "the momentum of the framework's optimizer"
     before = residuals(framework, tmp_path / "whole" / middle)
     assert all(any(np.abs(array).max() > 0 for array in rank.values()) for rank in before), "residuals to restore"
     assert any(not np.array_equal(before[0][name], before[1][name]) for name in before[0]), "each rank has its own"
