@@ -67,6 +67,26 @@ REMEDIES = {
     "regtopk": "RegTop-k, momentum adapted",
     "ef21_sgdm": "EF21-SGDM",
 }
+#: contenders and tasks of experiments/results/momentum-adam.json and momentum-muon.json -> names on the page
+ADAM = {
+    "dense": "dense",
+    "topk": "top-k: in the buffer",
+    "topk@beta1=0:plain": "top-k: beta1 = 0",
+    "topk@values=qsgd4": "`auto`: in the buffer",
+    "topk@values=qsgd4,beta1=0:plain": "`auto`: beta1 = 0",
+    "powersgd_r4": "PowerSGD, rank 4: in the buffer",
+    "powersgd_r4@beta1=0:plain": "PowerSGD, rank 4: beta1 = 0",
+}
+ADAM_NETS = {"transformer": "transformer, text", "cnn_adamw": "CNN with BatchNorm"}
+MUON = {
+    "dense": "dense",
+    "topk_kept": "top-k: momentum kept",
+    "topk": "top-k: c from the wait",
+    "topk:cancelled": "top-k: c = 1",
+    "powersgd_kept": "PowerSGD, rank 4: momentum kept",
+    "powersgd_r4": "PowerSGD, rank 4: c from the wait",
+    "powersgd_r4:cancelled": "PowerSGD, rank 4: c = 1",
+}
 #: contenders and trainings of experiments/results/local-steps.json -> names on the page
 OUTER = "outer_lr=1,outer_momentum=0.5"
 SPARSE = f"local@every=10,method=topk,density=0.01,values=qsgd4,{OUTER}"
@@ -292,7 +312,16 @@ def momentum_results(page: str) -> dict[str, Any]:
         "gaps": wide(gaps, {"contender": CONTENDERS}, {"task": NETS}),
         "largest_rate": wide(rates, {"method": methods}, {"column": dict(zip(columns, columns, strict=True))}),
         "remedies": remedies(found),
+        "adam": optimizer_gaps("momentum-adam", ADAM, ADAM_NETS),
+        "muon": optimizer_gaps("momentum-muon", MUON, {"transformer_muon": "transformer, text"}),
     }
+
+
+def optimizer_gaps(name: str, contenders: dict[str, str], nets: dict[str, str]) -> pd.DataFrame:
+    """Return the gaps of published results to dense training, in a row per contender and a column per net."""
+    found = study.summary(results.load(name))
+    found["cell"] = [gap_cell(row) for row in found.itertuples()]
+    return wide(found, {"contender": contenders}, {"task": nets})
 
 
 def gap_cell(row: Any) -> str:
