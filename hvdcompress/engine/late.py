@@ -71,6 +71,11 @@ class Late:
                 self._ages[number] = ops.concat([self._ages[number], earlier._ages[number][~again]])
 
     @cached_property
+    def _runs(self) -> list[list[tuple[int, int]]]:
+        """The ascending runs that each array of indices consists of."""
+        return [_runs_of(index) for index in self._indices or ()]
+
+    @cached_property
     def _spread(self) -> float:
         """(number of ranks) / (mean number of ranks that send the same element), rounded to eighths.
 
@@ -105,7 +110,7 @@ class Late:
             return index, ages
         first = start + (0 if whole else self.bucket.spans[number][0])
         last = first + stop - start
-        if isinstance(index, np.ndarray) and (runs := _runs(index)):
+        if isinstance(index, np.ndarray) and (runs := self._runs[number if whole else 0]):
             # Each run ascends. Looking up its part is faster than comparing all elements
             cuts = [slice(*(begin + np.searchsorted(index[begin:end], (first, last)))) for begin, end in runs]
             found = np.concatenate([index[cut] for cut in cuts]) - first
@@ -141,7 +146,7 @@ def ops_of(array: Array) -> Ops:
     return cast(Ops, torch_ops)
 
 
-def _runs(index: NumpyArray) -> list[tuple[int, int]]:
+def _runs_of(index: NumpyArray) -> list[tuple[int, int]]:
     """Return the ascending runs that the indices consist of, usually one per rank; nothing if there are many."""
     breaks = (np.flatnonzero(index[1:] < index[:-1]) + 1).tolist()
     return list(pairwise([0, *breaks, len(index)])) if len(breaks) < MANY else []
