@@ -12,7 +12,7 @@ from experiments.bench.pages import two_levels
 from experiments.cluster.rates import title
 from experiments.cost_model import scale
 from experiments.momentum import report as study
-from experiments.report import plots, results
+from experiments.report import plots, results, statistics
 from experiments.report.numbers import rate_of
 from experiments.to_accuracy import report
 
@@ -312,9 +312,28 @@ def momentum_results(page: str) -> dict[str, Any]:
         "gaps": wide(gaps, {"contender": CONTENDERS}, {"task": NETS}),
         "largest_rate": wide(rates, {"method": methods}, {"column": dict(zip(columns, columns, strict=True))}),
         "remedies": remedies(found),
+        "against_beta1": against_beta1(),
         "adam": optimizer_gaps("momentum-adam", ADAM, ADAM_NETS),
         "muon": optimizer_gaps("momentum-muon", MUON, {"transformer_muon": "transformer, text"}),
     }
+
+
+def against_beta1() -> dict[str, str]:
+    """Return what adapting Adam's momentum in its buffer loses against beta1 = 0, with the upper end of its interval.
+
+    Positive is worse. The keys are "task contender".
+    """
+    frame = results.load("momentum-adam")
+    frame["loss"] = frame.score.where(frame.unit != "%", -frame.score)
+    texts = {}
+    for name in ("topk", "topk@values=qsgd4", "powersgd_r4"):
+        before = f"{name}{',' if '@' in name else '@'}beta1=0:plain"
+        pairs = frame[frame.contender.isin([name, before])]
+        for row in statistics.gaps(pairs, "loss", "contender", before, ["task", "seed"]).itertuples():
+            if row.contender == name:
+                places = 3 if row.task == "transformer" else 1
+                texts[f"{row.task} {name}"] = f"{signed(row.mean, places)} ({signed(row.high, places)})"
+    return texts
 
 
 def optimizer_gaps(name: str, contenders: dict[str, str], nets: dict[str, str]) -> pd.DataFrame:

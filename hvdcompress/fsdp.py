@@ -74,8 +74,8 @@ class Compressor(TensorCompressor):
         ledger: bytes and seconds so far, on this rank, between replicas; ``steps`` counts exchanged vectors.
 
     Raises:
-        ValueError: the plan is wrong, or has ``bucket_elements``, ``verify_every``, ``cosine_every``
-            or ``nodes``, which FSDP does not support.
+        ValueError: the plan is wrong, or has ``bucket_elements``, ``verify_every`` or ``nodes``, which FSDP does not
+            support.
     """
 
     driver = "FSDP"

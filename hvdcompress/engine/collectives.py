@@ -312,7 +312,7 @@ class Collectives:
         """Let the transport work until the result of ``pending`` may be available, or for a moment."""
         self._timed(self.transport.idle, pending.running.handle)
 
-    # -- collectives of the engine itself, for statuses, errors and comparisons --------------------------------
+    # -- collectives of the engine itself, for statuses and errors --------------------------------
 
     def run(self, name: str, collective: Collective, round: int = 0) -> Any:
         """Run a collective on NumPy arrays and return its result. Blocks."""

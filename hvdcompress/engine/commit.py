@@ -51,8 +51,8 @@ def commit_step(
     begun = [exchange.setup.state for exchange in exchanges]
     begun += [each.state for each in without_exchange if each.state]
     local.put(state for state in begun if state.bucket.spec.name not in local.states)
-    names = [*(each.name for each in exchanges), *(each.bucket.spec.name for each in without_exchange)]
-    local.late = {name: late for name, late in local.late.items() if name not in names}
+    for name in (*(each.name for each in exchanges), *(each.bucket.spec.name for each in without_exchange)):
+        local.late.pop(name, None)  # in place: under TensorFlow, steps of other tensors take theirs meanwhile
     if not outcome.finite:
         for exchange in exchanges:
             exchange.abandon(fill=True)

@@ -65,7 +65,8 @@ class Late:
             return
         for number, (index, before) in enumerate(zip(self._indices, earlier._indices, strict=True)):
             ops = ops_of(index)
-            again = ops.searchsorted(ops.sort(index), before) < ops.searchsorted(ops.sort(index), before + 1)
+            ascending = ops.sort(index)
+            again = ops.searchsorted(ascending, before) < ops.searchsorted(ascending, before + 1)
             self._indices[number] = ops.concat([index, before[~again]])
             if self._ages and earlier._ages:
                 self._ages[number] = ops.concat([self._ages[number], earlier._ages[number][~again]])
