@@ -18,7 +18,7 @@ from experiments.momentum.contenders import without_rate
 from experiments.to_accuracy.contenders import baseline_of, parse
 from experiments.to_accuracy.races import RACES
 from experiments.to_accuracy.run import best, reached
-from hvdcompress.cli.advise.losses import gap_of
+from hvdcompress.cli.numbers import mean_interval
 
 SCORED = 5  #: the score is the mean of so many last evaluations
 COMPARISON = ["race", "device", "driver", "rate"]
@@ -105,5 +105,5 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _spread(values: pd.Series) -> str | None:
-    mean, low, high = gap_of(values.tolist())
+    mean, low, high = mean_interval(values.tolist())
     return f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if len(values) > 1 else "") if len(values) else None
