@@ -17,7 +17,6 @@ from typer.core import TyperGroup
 COMMANDS = {
     "quickstart": "experiments.training.command:quickstart",
     "run": "experiments.training.command:run",
-    "report": "experiments.training.command:report",
     "time-to-accuracy": "experiments.to_accuracy.command:app",
     "momentum": "experiments.momentum.command:app",
     "bench": "experiments.bench.command:bench",

@@ -19,23 +19,21 @@ from experiments.report import jsonl, plots, results
 TURNS = "turns.jsonl"  #: in the folder of a benchmark: one line per turn
 
 
-def prepare(folder: Path, bench: Bench, resume: bool) -> None:
-    """Make a benchmark's folder ready: empty, or with the turns of an earlier attempt.
+def prepare(folder: Path, bench: Bench) -> None:
+    """Make a benchmark's folder ready; turns of an earlier attempt stay.
 
     Args:
         folder: a new or empty one, or that of the earlier attempt.
         bench: what is to be measured; its configuration is written there.
-        resume: keep the turns that were taken.
 
     Raises:
-        ValueError: they were taken with another configuration.
+        ValueError: turns were taken with another configuration.
     """
     config = folder / "config.yaml"
-    if resume:
+    if config.exists():
         before, now = Bench.open(config).model_dump(), bench.model_dump()
         if changed := [key for key in now if now[key] != before[key]]:
-            raise ValueError(f"{folder} was measured with another {', '.join(changed)}: leave out --resume")
-        return
+            raise ValueError(f"{folder} was measured with another {', '.join(changed)}: give another --out")
     folder.mkdir(parents=True, exist_ok=True)
     bench.save(config)
 
@@ -52,7 +50,7 @@ def run(bench: Bench, folder: Path) -> int:
             measure(bench, folder)
     except Stopped as stopped:
         code = stopped.code
-        print("stopped: ranks and hosts are gone; --resume goes on")
+        print("stopped: ranks and hosts are gone; the same command goes on")
     turns = read(folder)
     records = report.summarize(turns)
     if not records.empty:

@@ -27,12 +27,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import ring
 
 if TYPE_CHECKING:
     import psutil
-
-    from experiments.cluster.hosts import Hosts
 
 
 Driver = Literal["mpi", "gloo", "ddp"]
@@ -259,7 +258,6 @@ def run(
     hosts: Hosts | None = None,
     timeout: float | None = None,
     log: Path | None = None,
-    poll: Callable[[], object] | None = None,
 ) -> str:
     """Run a Python program on every rank, and wait until all ranks have ended.
 
@@ -270,7 +268,6 @@ def run(
         hosts: emulated hosts to start them on.
         timeout: seconds after which the ranks are ended.
         log: the file that gets all output; a temporary one by default.
-        poll: is called ten times a second while they run, and once at the end.
 
     Returns:
         What the ranks printed.
@@ -289,8 +286,6 @@ def run(
         ranks = stack.enter_context(Ranks(lines(program, num_ranks, driver, hosts), num_ranks, log, env))
         deadline = time.monotonic() + (timeout or float("inf"))
         while (status := ranks.status()) is None:
-            if poll:
-                poll()
             if time.monotonic() > deadline:
                 raise LaunchError(f"the ranks did not end within {timeout:g} s\n{tail(log)}")
             time.sleep(0.1)
@@ -298,8 +293,6 @@ def run(
             rank = next((at for at, each in enumerate(ranks.processes) if each.poll()), None)
             if len(ranks.processes) > 1:
                 time.sleep(1.0)  # the others may say what has failed
-        if poll:
-            poll()
         text = log.read_bytes()[before:].decode(errors="replace")
         if status:
             if len(ranks.processes) == 1:
@@ -310,13 +303,32 @@ def run(
         return text.partition("\n")[2]
 
 
-def records(program: Sequence[str], num_ranks: int, driver: Driver, **options: Any) -> list[dict[str, Any]]:
+def records(
+    program: Sequence[str],
+    num_ranks: int,
+    driver: Driver,
+    *,
+    num_hosts: int | None = None,
+    rate: str | None = None,
+    timeout: float | None = None,
+) -> list[dict[str, Any]]:
     """Run a program as :func:`run` does, and return what its ranks printed as JSON objects, one a line.
 
+    Args:
+        program: Python's arguments.
+        num_ranks: how many ranks to start.
+        driver: see :func:`lines`.
+        num_hosts: emulated hosts to start them on, if there is a ``rate``; by default one for each rank.
+        rate: of the hosts' links; None for ranks without emulated hosts.
+        timeout: seconds after which the ranks are ended.
+
     Raises:
+        HostsError: hosts cannot be emulated here.
         LaunchError: there is none, or as :func:`run`.
     """
-    printed = run(program, num_ranks, driver, **options)
+    count = num_hosts or num_ranks
+    with Hosts(count, rate, ranks_per_host=num_ranks // count) if rate else contextlib.nullcontext() as hosts:
+        printed = run(program, num_ranks, driver, hosts=hosts, timeout=timeout)
     # horovodrun puts the rank in front of each line
     found = [line[line.find('{"') :] for line in printed.splitlines() if '{"' in line and line[-1] == "}"]
     if not found:

@@ -8,8 +8,6 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import scipy.stats
-
 HEADERS = 66 / 1448  #: bytes of TCP, IP and Ethernet headers (with TCP's time stamps) for each byte of payload
 
 
@@ -61,6 +59,8 @@ class Interval(NamedTuple):
 
 def mean_interval(values: Sequence[float]) -> Interval:
     """Return the mean of values, such as paired differences, with its t interval."""
+    import scipy.stats  # takes half a second
+
     mean = statistics.fmean(values) if values else math.nan
     if len(values) < 2:
         return Interval(mean, math.nan, math.nan)
