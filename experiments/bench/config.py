@@ -47,7 +47,7 @@ class GradientSet(Entry):
     net: str | None = None
     """A net in :mod:`experiments.nets`."""
     gradients: str | None = None
-    """A file of ``python -m experiments.training.save_gradients``."""
+    """A file of ``python -m experiments save-gradients``."""
     only: list[str] = Field([], max_length=100)
     """Only tensors whose names match one of these globs; all tensors if the list is empty."""
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
-
-import pandas as pd
 
 from experiments.papers.page import PAPERS
 from experiments.units import Unit
@@ -95,7 +92,6 @@ class Verdict:
 
     outcome: Outcome
     number: str  #: a sentence with the number that decides it and its spread over seeds
-    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  #: all figures, by title
     figure: Figure | None = None  #: if it says more than the number
     caption: str = ""  #: what the figure shows
     notes: str = ""  #: sentences with further measured numbers; all other remarks are in the page's template
@@ -136,8 +132,7 @@ class Claim:
     def record(self, verdict: Verdict, **more: Any) -> Record:
         """Return all that a page says about the claim, as plain data."""
         found = {name: getattr(verdict, name) for name in ("number", "caption", "notes")}
-        tables = {title: json.loads(frame.to_json(orient="records")) for title, frame in verdict.tables.items()}
-        return {"claim": self.id, **more, "text": self.text, **vars(verdict.outcome), **found, "tables": tables}
+        return {"claim": self.id, **more, "text": self.text, **vars(verdict.outcome), **found}
 
 
 def _with_momentum(unit: Unit, momentum: str) -> Unit:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.papers.claims import Paper, Record, Scale
+from experiments.papers.frames import over_seeds
 from experiments.report import plots, results
 from experiments.units import Unit, measure
 
@@ -36,18 +37,26 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
     def frame(units: Sequence[Unit]) -> pd.DataFrame:
         return pd.DataFrame([row for _ in units for row in next(found)])
 
+    def medians(units: Sequence[Unit], rows: pd.DataFrame) -> list[Record]:
+        labels = [label for label in units[0].labels if label not in ("seed", "momentum")]
+        values = [name for name in rows.select_dtypes("number") if name not in (*labels, "seed")]
+        table: list[Record] = json.loads(over_seeds(rows, labels, values).to_json(orient="records"))
+        return table
+
     words = ["--quick"] * (len(scale.seeds) == 1) + ["--full"] * scale.full + ["--claims", ",".join(only)] * bool(only)
     command = " ".join(["python -m experiments reproduce", paper.id, *words])  # without folders of this machine
     about = results.about()
     made = {"command": command, "date": about["date"], "cpu": about["machine"]["cpu"], "seeds": scale.seeds}
     records = []
     for claim, how, sets in needed:
-        verdict = claim.test(*map(frame, sets))
+        frames = list(map(frame, sets))
+        verdict = claim.test(*frames)
         picture = ""
         if verdict.figure:
             picture = f"{paper.id}-{claim.id}{'-adapted' if how == 'adapt' else ''}.svg"
             plots.save(verdict.figure, folder / picture)
-        records.append(claim.record(verdict, momentum=how, picture=picture, **made))
+        tables = [medians(units, rows) for units, rows in zip(sets, frames, strict=True)]
+        records.append(claim.record(verdict, momentum=how, picture=picture, tables=tables, **made))
     file, measured = folder / f"papers-{paper.id}.json", {record["claim"] for record in records}
     earlier = json.loads(file.read_text(encoding="utf-8"))["records"] if only and file.exists() else []
     every = [record for record in earlier if record["claim"] not in measured] + records

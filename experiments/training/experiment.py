@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from experiments.configfile import NAME, ConfigFile, Entry, MethodEntry, Real
-from experiments.training.tasks import TASKS, Metric, net_of
+from experiments.training.tasks import TASKS, Metric
 
 
 class Task(Entry):
@@ -37,11 +37,6 @@ class Task(Entry):
     """What ``clip_norm`` bounds. "after": the averaged gradient, once exchanged. "before": each rank's own, before it
     meets its residual; simulated ranks only."""
     log_every: int = Field(10, ge=1)
-
-    @model_validator(mode="after")
-    def _is_known(self) -> Self:
-        net_of(self.task, self.net)
-        return self
 
     @property
     def metric(self) -> Metric:

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.cluster import launch
 from experiments.training.experiment import Experiment
-from experiments.training.tasks import TASKS
+from experiments.training.tasks import TASKS, net_of
 from experiments.units import Unit
 
 RANK = "experiments.training.rank"  #: the module of every rank
@@ -26,6 +26,7 @@ def units_of(experiment: Experiment, driver: str, hosts: int | None, rate: str |
         ValueError: a task cannot be trained like this here.
     """
     for task in experiment.tasks:
+        net_of(task.task, task.net)
         if problem := TASKS[task.task].missing():
             raise ValueError(problem)
         if task.clip == "before":

@@ -13,7 +13,7 @@ from experiments import nets
 from experiments.cluster.hosts import problem
 from experiments.papers import simulate
 from experiments.papers.claims import Kind, Paper, Scale, Verdict, judge
-from experiments.papers.frames import against_dense, groups, over_seeds, per_seed, spread
+from experiments.papers.frames import against_dense, groups, per_seed, spread
 from experiments.papers.gradiveq import measures, rings
 from experiments.report import plots
 from experiments.report.numbers import number, rate_of, seconds_of
@@ -165,7 +165,6 @@ def correlated(rows: pd.DataFrame) -> Verdict:
         filters = own[own["order"] == "oihw"]
         kinds = [(filters, "error"), (own[own["order"] == "hwio"], "error"), (small, "error"), (filters, "control")]
         told.append(f"{net} {', '.join(spread(per_seed(part, column)) for part, column in kinds)}")
-    table = over_seeds(rows, ["net", "tensor", "order", "size", "start"], ["error", "control"])
     long = rows.melt(["net", "size", "order"], ["error", "control"], "what", "left")
     long["what"] = long["order"].where(long["what"] == "error", "elements shuffled")
     labels = {"size": "elements of a slice, n", "left": "error at rank n/8"}
@@ -175,7 +174,6 @@ def correlated(rows: pd.DataFrame) -> Verdict:
         "Error of the best basis of rank n/8 for convolutions, slices of the default size with whole filters (oihw) "
         f"and in the paper's order (hwio), slices of {max(SIZES)} and less, and the first with each slice's elements "
         f"shuffled: {'; '.join(told)}.",
-        {"Error of the best basis": table},
         drawn,
         "The error of the best basis of rank n/8, by slice size: mean and range of layers, windows and seeds.",
     )
@@ -211,7 +209,6 @@ def carries(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, f"the error is at best {number(best)} times the oracle's"),
         f"Error over the oracle's, windows in the middle of training: {', '.join(late)}.",
-        {"Medians over steps and layers": over_seeds(medians, by, ["error", "oracle", "ratio"])},
         plots.lines(steps, "ages", "errors", "entry", "window", labels, lambda ax, _: ax.set_ylim(0, 1.5)),
         "Errors of steps after the dense ones, median of the layers, compared with the oracle's.",
     )
@@ -231,7 +228,6 @@ def training(rows: pd.DataFrame) -> Verdict:
     both = [(net, method) for net in names for method in ("default", "paper")]
     cells = {", ".join(place): [gap >= -POINTS for gap in gaps[place]] for place in both}
     told = {method: "; ".join(f"{spread(gaps[net, method])} for {net}" for net in names) for _, method in both[:2]}
-    table = over_seeds(rows, ["net", "method"], ["value", "gap", "wire"])
     sparse = rows[rows["method"] != "none"]
     labels = {"wire": "overall compression ratio", "gap": "points against dense"}
     return Verdict(
@@ -239,7 +235,6 @@ def training(rows: pd.DataFrame) -> Verdict:
         f"Against dense, in points: default settings {told['default']}; the paper's {told['paper']}. The highest "
         f"ratio of {FASTER:g}x at least overall, dense steps counted, within {POINTS:g} point in every seed: "
         f"{'; '.join(fastest(rows[rows['net'] == net], net) for net in names)}.",
-        {"Held-out accuracy, %, its gap to dense, and the overall ratio": table},
         plots.lines(sparse, "wire", "gap", "method", "net", labels, _limits, "o", height=3.6, share_y=True),
         "Points against the same seed's dense training by the overall compression ratio, one per training.",
     )
@@ -289,10 +284,6 @@ def aggregation(rows: pd.DataFrame) -> Verdict:
         judge(cells, f"the fastest cycle is {best} as fast as dense"),
         f"The fastest cycle, {net} at {link} with {scheme}: {best} as fast as the dense ring; with dense steps as "
         f"they are {rate_of(plain)} at most.",
-        {
-            "Times faster than the dense ring, measured": over_seeds(found, ["net", "scheme", "link"], ["speed-up"]),
-            "One step of each ring": over_seeds(rows, ["net", "link", "ring", "sent"], ["seconds"]),
-        },
         plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""}, columns=1),
         "Speed-up of a cycle over the dense ring, by link: mean and range of seeds.",
         f"The fit of all bases, once a cycle, takes the busiest rank {fits}.",
@@ -329,10 +320,6 @@ def together(rows: pd.DataFrame, ring: pd.DataFrame) -> Verdict:
         outcome,
         f"Errors at 8x: GradiVeQ {at8[0]}, QSGD {at8[1]}, both {at8[2]}. The best of both has the lower error "
         f"{', '.join(lower)}.",
-        {
-            "Errors, and ratios by bytes on the wire": over_seeds(drawn, ["ratio", "entry", "wire"], ["error"]),
-            "Seconds of a step around the ring": over_seeds(ring, ["net", "link", "ring"], ["seconds"]),
-        },
         plots.lines(drawn, "ratio", "error", "what", None, {"ratio": "compression ratio of compressed steps"}),
         "Errors of GradiVeQ, of QSGD and of both together, at equal ratios: mean and range of seeds and combinations.",
     )

@@ -9,7 +9,7 @@ import pandas as pd
 
 from experiments.papers import simulate
 from experiments.papers.claims import Paper, Scale, Units, Verdict, judge
-from experiments.papers.frames import against_dense, groups, over_seeds, spread
+from experiments.papers.frames import against_dense, groups, spread
 from experiments.papers.peers import measures
 from experiments.report import plots
 from experiments.report.numbers import number, percent
@@ -75,12 +75,10 @@ def trained(*ids: str, densities: Sequence[float] = ()) -> Units:
 @PAPER.claim("P1", "Rounding at random to powers of two leaves an eighth of the energy at most, on average.", encoded)
 def eighth(rows: pd.DataFrame) -> Verdict:
     """Judge natural compression's squared error against its bound."""
-    table = over_seeds(rows, ["net", "tensor", "n"], ["natural"])
     most = rows.groupby(["net", "seed"])["natural"].max()
     return Verdict(
         judge({net: list(most[net] <= EIGHTH) for net in NETS}, "the bound is broken for every net"),
         f"It leaves {spread(rows['natural'])} of the energy; the bound is {EIGHTH}.",
-        {"‖C(g) − g‖²/‖g‖²": table},
     )
 
 
@@ -95,7 +93,6 @@ def rotated(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, "it is smaller for no tensor"),
         f"Of the squared error without it, with it there is {spread(list(rows['less']))}; medians by phase: {phases}.",
-        {"Squared errors over ‖g‖²": over_seeds(rows, ["net", "tensor", "n", "phase"], ["int4", "rotated"])},
         plots.lines(
             rows, "int4", "rotated", "net", None, {"int4": "without transform", "rotated": "with it"}, _equal, "."
         ),
@@ -119,14 +116,9 @@ def as_dense(id: str, named: str) -> Callable[[pd.DataFrame], Verdict]:
             judge(cells, f"it ends more than {number(POINTS)} point below dense"),
             f"{named}, points from dense: {spread(list(some['gap']))}, at a compression ratio of "
             f"{spread(list(some['ratio']))}.",
-            {"Held-out accuracy, %, its gap to dense, and the compression ratio": _table(rows)},
         )
 
     return judged
-
-
-def _table(rows: pd.DataFrame) -> pd.DataFrame:
-    return over_seeds(rows, ["net", "method", "density"], ["value", "gap", "ratio"])
 
 
 for method, claim, text, named in (
@@ -147,14 +139,9 @@ def six_k(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, "it transmits 6k words or more among any number of ranks"),
         f"Words that the busiest rank transmits per step, in units of k: {told}.",
-        {"Words in units of k, and the error of the summed results": _counts(rows)},
         plots.lines(rows, "ranks", "transmitted", "method", None, labels, lambda ax, _: ax.loglog()),
         "Words that the busiest rank transmits in a step, in units of k, by the number of ranks.",
     )
-
-
-def _counts(rows: pd.DataFrame) -> pd.DataFrame:
-    return over_seeds(rows, ["method", "ranks"], ["given", "transmitted", "error"])
 
 
 @PAPER.claim("P7", "A rank's bytes in ARC-Top-K's collectives do not depend on the number of ranks.", counted)
@@ -194,7 +181,6 @@ def as_topk(id: str, named: str) -> Callable[[pd.DataFrame], Verdict]:
         return Verdict(
             judge(cells, f"it ends more than {number(POINTS)} point below top-k"),
             f"Points from top-k: {'; '.join(told)}.",
-            {"Held-out accuracy, %, its gap to dense, and the compression ratio": _table(against_dense(rows, "net"))},
         )
 
     return judged

@@ -42,7 +42,7 @@ def paper(log, numbers=(1, 2, 3)):
 
     def below(limit, frame):
         cells = {f"n = {row.number}": [row.square < limit] for row in frame.itertuples()}
-        return Verdict(judge(cells, "no square is"), f"At most {frame.square.max()}.", {"Squares": frame})
+        return Verdict(judge(cells, "no square is"), f"At most {frame.square.max()}.")
 
     def fall(frame):
         least = frame.groupby("method")["loss"].min().to_dict()

@@ -68,8 +68,8 @@ def test_the_packaged_experiments(file):
     [
         ("method: topk", "method: tokp", "line 3: methods.1: method: unknown method 'tokp' (did you mean 'topk'?)"),
         ("density: 0.01", "density: 1.5", "line 3: methods.1: density"),
-        ("task: digits", "task: digit", "line 2: tasks.0: unknown task 'digit' (did you mean 'digits'?)"),
-        ("task: digits", "task: digits, net: lenet", "line 2: tasks.0: no net 'lenet' learns 'digits'"),
+        ("task: digits", "task: digit", "unknown task 'digit' (did you mean 'digits'?)"),
+        ("task: digits", "task: digits, net: lenet", "no net 'lenet' learns 'digits'"),
         ("task: digits", "task: digits, net: byte_lstm", "these do: digits_net"),
         ("task: digits", "task: digits, clip: before", "digits: clip must be after"),
     ],
