@@ -13,7 +13,7 @@ from experiments.bench import report
 from experiments.bench.config import LOOPBACK, NOOP, Bench, Turn
 from experiments.bench.ranks import Group, RankError
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.launch import Stopped, stoppable
+from experiments.cluster.launch import stoppable
 from experiments.report import jsonl, plots, results
 
 TURNS = "turns.jsonl"  #: in the folder of a benchmark: one line per turn
@@ -42,15 +42,10 @@ def run(bench: Bench, folder: Path) -> int:
     """Measure what is missing, print the tables, and write ``bench-NAME.json`` and a picture.
 
     Returns:
-        The exit status: 0; 1 if a turn failed; 128 plus the number of the signal that stopped it.
+        The exit status: 0; 1 if a turn failed.
     """
-    code = 0
-    try:
-        with stoppable():
-            measure(bench, folder)
-    except Stopped as stopped:
-        code = stopped.code
-        print("stopped: ranks and hosts are gone; the same command goes on")
+    with stoppable():
+        measure(bench, folder)
     turns = read(folder)
     records = report.summarize(turns)
     if not records.empty:
@@ -64,7 +59,7 @@ def run(bench: Bench, folder: Path) -> int:
     failed = [turn for turn in turns if "failed" in turn]
     for turn in failed:
         print(f"{turn['contender']} on {turn['set']} at {turn['rate']}: {turn['failed']}")
-    return code or bool(failed)
+    return int(bool(failed))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -204,11 +204,12 @@ def selection(rows: pd.DataFrame) -> Verdict:
     took = wide.loc[largest].median()
     told = ", ".join(f"{number(took[name] / took[OURS])} times as long with {name}" for name in others)
     drawn = rows[rows["draws"] == "laplace"].assign(milliseconds=rows["seconds"] * 1e3)
-    labels = {"n": "n, elements"}
     return Verdict(
         judge(cells, "no size is selected faster"),
         f"On one CPU core, at n = {largest:,} and k/n = 0.1 %, {seconds_of(took[OURS])}; {told}.",
-        plots.lines(drawn, "n", "milliseconds", "selector", None, labels, lambda ax, _: ax.loglog(), height=4.2),
+        plots.lines(
+            drawn, "n", "milliseconds", "selector", None, {"n": "n, elements"}, lambda ax, _: ax.loglog(), height=4.2
+        ),
         "Time to select 0.1 % of n values from a Laplace distribution, on one core.",
     )
 
@@ -227,13 +228,12 @@ def training(rows: pd.DataFrame) -> Verdict:
         cells[f"{place}: randomk worse"] = list(~(some["randomk"] >= enough.loc[net, density]))
     behind = wide["topk"] - wide["randomk"]
     lost = behind.isna().sum()
-    labels = {"value": "held-out accuracy, %"}
     return Verdict(
         judge(cells, "random-k trains as well, or Gaussian-k worse"),
         f"Gaussian-k against top-k: {spread(wide['gaussiank'] - wide['topk'])} points over nets, densities and seeds "
         f"(median, least to largest). Random-k is {spread(behind.dropna())} points behind top-k"
         + (f", and diverges in {lost} of {len(behind)} trainings." if lost else "."),
-        plots.lines(sparse, "density", "value", "method", "net", labels, _above_seventy),
+        plots.lines(sparse, "density", "value", "method", "net", {"value": "held-out accuracy, %"}, _above_seventy),
         "Held-out accuracy by density: mean and range over seeds, without trainings that diverged or end below 70 %.",
     )
 

@@ -167,8 +167,16 @@ def correlated(rows: pd.DataFrame) -> Verdict:
         told.append(f"{net} {', '.join(spread(per_seed(part, column)) for part, column in kinds)}")
     long = rows.melt(["net", "size", "order"], ["error", "control"], "what", "left")
     long["what"] = long["order"].where(long["what"] == "error", "elements shuffled")
-    labels = {"size": "elements of a slice, n", "left": "error at rank n/8"}
-    drawn = plots.lines(long, "size", "left", "what", "net", labels, lambda ax, _: ax.set_xscale("log"), columns=3)
+    drawn = plots.lines(
+        long,
+        "size",
+        "left",
+        "what",
+        "net",
+        {"size": "elements of a slice, n", "left": "error at rank n/8"},
+        lambda ax, _: ax.set_xscale("log"),
+        columns=3,
+    )
     return Verdict(
         judge(cells, f"the best basis of rank n/8 leaves {CORRELATED:g} or more of every layer in some seed"),
         "Error of the best basis of rank n/8 for convolutions, slices of the default size with whole filters (oihw) "
@@ -203,13 +211,20 @@ def carries(rows: pd.DataFrame) -> Verdict:
     steps = found.explode(["ages", "errors"]).astype({"ages": int, "errors": float})
     steps["window"] = steps["net"] + ", dense from step " + steps["start"].astype(str)
     steps = steps.groupby(["window", "seed", "entry", "ages"], as_index=False, sort=False)["errors"].median()
-    labels = {"ages": "steps after the fit", "errors": "‖ĝ − ḡ‖/‖ḡ‖"}
     best = min(pd.Series(each).median() for each in ratios.values())
     late = [f"{spread(each)} for {net} with {entry} settings" for (net, start, entry), each in ratios.items() if start]
     return Verdict(
         judge(cells, f"the error is at best {number(best)} times the oracle's"),
         f"Error over the oracle's, windows in the middle of training: {', '.join(late)}.",
-        plots.lines(steps, "ages", "errors", "entry", "window", labels, lambda ax, _: ax.set_ylim(0, 1.5)),
+        plots.lines(
+            steps,
+            "ages",
+            "errors",
+            "entry",
+            "window",
+            {"ages": "steps after the fit", "errors": "‖ĝ − ḡ‖/‖ḡ‖"},
+            lambda ax, _: ax.set_ylim(0, 1.5),
+        ),
         "Errors of steps after the dense ones, median of the layers, compared with the oracle's.",
     )
 
@@ -229,13 +244,23 @@ def training(rows: pd.DataFrame) -> Verdict:
     cells = {", ".join(place): [gap >= -POINTS for gap in gaps[place]] for place in both}
     told = {method: "; ".join(f"{spread(gaps[net, method])} for {net}" for net in names) for _, method in both[:2]}
     sparse = rows[rows["method"] != "none"]
-    labels = {"wire": "overall compression ratio", "gap": "points against dense"}
     return Verdict(
         judge(cells, f"with both settings at least one seed loses more than {POINTS:g} point"),
         f"Against dense, in points: default settings {told['default']}; the paper's {told['paper']}. The highest "
         f"ratio of {FASTER:g}x at least overall, dense steps counted, within {POINTS:g} point in every seed: "
         f"{'; '.join(fastest(rows[rows['net'] == net], net) for net in names)}.",
-        plots.lines(sparse, "wire", "gap", "method", "net", labels, _limits, "o", height=3.6, share_y=True),
+        plots.lines(
+            sparse,
+            "wire",
+            "gap",
+            "method",
+            "net",
+            {"wire": "overall compression ratio", "gap": "points against dense"},
+            _limits,
+            "o",
+            height=3.6,
+            share_y=True,
+        ),
         "Points against the same seed's dense training by the overall compression ratio, one per training.",
     )
 

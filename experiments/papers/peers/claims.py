@@ -135,11 +135,18 @@ def six_k(rows: pd.DataFrame) -> Verdict:
     some = rows[rows["method"] == "oktopk"]
     cells = {f"{ranks} ranks": list(each["transmitted"] < 6) for (ranks,), each in groups(some, "ranks")}
     told = ", ".join(f"{number(each['transmitted'].median())} at {r}" for (r,), each in groups(some, "ranks"))
-    labels = {"ranks": "ranks", "transmitted": "words transmitted, in units of k"}
     return Verdict(
         judge(cells, "it transmits 6k words or more among any number of ranks"),
         f"Words that the busiest rank transmits per step, in units of k: {told}.",
-        plots.lines(rows, "ranks", "transmitted", "method", None, labels, lambda ax, _: ax.loglog()),
+        plots.lines(
+            rows,
+            "ranks",
+            "transmitted",
+            "method",
+            None,
+            {"ranks": "ranks", "transmitted": "words transmitted, in units of k"},
+            lambda ax, _: ax.loglog(),
+        ),
         "Words that the busiest rank transmits in a step, in units of k, by the number of ranks.",
     )
 

@@ -100,11 +100,19 @@ def lemma(rows: pd.DataFrame) -> Verdict:
         f"{net}, {select}": list(~some.groupby("seed")["above"].any())
         for (net, select), some in groups(rows, "net", "select")
     }
-    labels = {"bound": "d/k + (1 − d/k)·γ0", "left": "‖ȳ − CLT(ȳ)‖²/‖ȳ‖²"}
     return Verdict(
         judge(cells, f"the bound is broken {rows['above'].sum()} times in {len(rows)}"),
         f"{rows['above'].sum()} of {len(rows)} vectors are above the bound; slack {spread(per_seed(rows, 'slack'))}.",
-        plots.lines(rows, "bound", "left", "select", None, labels, lambda ax, _: ax.plot([0, 1], [0, 1], "k"), "."),
+        plots.lines(
+            rows,
+            "bound",
+            "left",
+            "select",
+            None,
+            {"bound": "d/k + (1 − d/k)·γ0", "left": "‖ȳ − CLT(ȳ)‖²/‖ȳ‖²"},
+            lambda ax, _: ax.plot([0, 1], [0, 1], "k"),
+            ".",
+        ),
         "What the leader's selection leaves of the ranks' mean against Lemma 1's bound: below the line it holds.",
     )
 
@@ -129,9 +137,15 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
         gain = f"with {workers} workers {spread((best - plain).dropna())} against β 1{diverged}"
         told.append(f"{gain} and {spread(best - most)} against the best dense")
     rows = rows.assign(panel=rows["workers"].astype(str) + " workers")
-    labels = {"factor": "learning rate in units of 0.05", "value": "held-out accuracy, %"}
     drawn = plots.lines(
-        rows, "factor", "value", "method", "panel", labels, lambda ax, _: ax.set_xticks(settings.FACTORS), share_y=True
+        rows,
+        "factor",
+        "value",
+        "method",
+        "panel",
+        {"factor": "learning rate in units of 0.05", "value": "held-out accuracy, %"},
+        lambda ax, _: ax.set_xticks(settings.FACTORS),
+        share_y=True,
     )
     return Verdict(
         judge(cells, "β 0.1 is neither above β 1 in every seed nor within a point of dense"),
@@ -208,11 +222,10 @@ def converges(rows: pd.DataFrame) -> Verdict:
     wide = slopes.pivot(index="seed", columns="method", values="exponent")
     names = list(dict.fromkeys(slopes["method"]))
     cells = {name: list(wide[name] - wide["none"] <= SLOPES) for name in names if name != "none"}
-    labels = {"T": "T, steps", "square": "mean ‖∇f‖²"}
     return Verdict(
         judge(cells, "every exponent is larger than dense training's by more than the rule allows"),
         "Exponents: " + "; ".join(f"{name} {spread(wide[name])}" for name in names) + ".",
-        plots.lines(rows, "T", "square", "method", None, labels, _as_the_root),
+        plots.lines(rows, "T", "square", "method", None, {"T": "T, steps", "square": "mean ‖∇f‖²"}, _as_the_root),
         "The mean of ‖∇f‖² over trainings of T steps, by T: mean and range over seeds; the black line falls as 1/√T.",
     )
 
@@ -237,11 +250,12 @@ def flat(rows: pd.DataFrame) -> Verdict:
             cells.setdefault(method, []).append(some["sent"].nunique() == 1 and kept[some.index].all())
     least, most = rows["ranks"].min(), rows["ranks"].max()
     told = "; ".join(f"{spread(each)} ({name})" for name, each in growth.items())
-    labels = {"wire": "bytes on the wire"}
     return Verdict(
         judge(cells, "its bytes grow with the ranks"),
         f"From {least} to {most} ranks, what a rank transmits grows by a factor of {told}; a ring's 2(p − 1)/p by "
         f"{number(rows['ring'].iloc[-1] / rows['ring'].iloc[0])}.",
-        plots.lines(rows, "ranks", "wire", "method", None, labels, lambda ax, _: ax.loglog(base=2)),
+        plots.lines(
+            rows, "ranks", "wire", "method", None, {"wire": "bytes on the wire"}, lambda ax, _: ax.loglog(base=2)
+        ),
         "Bytes that a rank transmits, by the number of ranks.",
     )
