@@ -205,12 +205,12 @@ class Loopback:
             for rank in self.ranks:
                 rank.paused = before
 
-    def observe(self, **metrics: float) -> None:
+    def report_metrics(self, **metrics: float) -> None:
         """Report training metrics to the methods, such as ``loss=0.7`` or ``learning_rate=0.1``."""
         for rank in self.ranks:
-            rank.observe(metrics)
+            rank.report_metrics(metrics)
 
-    def watch(self, observer: Observer) -> None:
+    def add_observer(self, observer: Observer) -> None:
         """Register an observer for the later events of every rank."""
         for rank in self.ranks:
             rank.observers.append(observer)

@@ -90,7 +90,7 @@ class Simulation:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * (models_torch.MuonWithAdamW.RATIO if "ns_steps" in group else 1.0)
             self._update()
-            self.net.observe(learning_rate=rate, loss=loss)
+            self.net.report_metrics(learning_rate=rate, loss=loss)
             yield Moment(step, loss, gradients, residuals, reduced)
 
     def _update(self) -> None:

@@ -208,14 +208,14 @@ class Compressor(ABC):
 
     # -- user interface -------------------------------------------------------------------------------------
 
-    def observe(self, **metrics: float) -> None:
+    def report_metrics(self, **metrics: float) -> None:
         """Report training metrics to the methods, such as ``loss=0.7`` or ``learning_rate=0.1``.
 
         Call it on one rank or on several, at any time. If a method requests a restart of the phases on one rank, all
         ranks restart them in the next step. GradiVeQ recomputes its basis when the learning rate drops; FFT sends more
         when the loss gets worse.
         """
-        self.local.observe(metrics)
+        self.local.report_metrics(metrics)
 
     def trigger(self) -> None:
         """Restart the phases of all methods on all ranks in the next step. A call on one rank is enough."""
@@ -317,7 +317,7 @@ class Compressor(ABC):
         if self._waits_for() is not None:
             raise RuntimeError(f"a step is in progress: {instead}")
 
-    def watch(self, observer: Observer) -> None:
+    def add_observer(self, observer: Observer) -> None:
         """Register an observer for the events of all later exchanges: encoding, sending, waiting, decoding, commits."""
         self.local.observers.append(observer)
 

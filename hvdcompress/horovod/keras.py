@@ -30,7 +30,7 @@ from hvdcompress.method import Method
 from hvdcompress.parts.momentum import Moment, adapts, corrected_average, heavy_ball
 from hvdcompress.plan import Plan
 
-__all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback", "load_model"]
+__all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "MetricsCallback", "load_model"]
 
 #: {class whose momentum is adapted: its attribute with the first moments}
 ADAPTED = {"SGD": "momentums", "Adam": "_momentums", "Adamax": "_m"}
@@ -360,12 +360,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
             logs[name] = float(hvd.allreduce(value, name=f"hvdcompress.horovod.keras.metric.{name}"))  # type: ignore[index]
 
 
-class ObserveCallback(keras.callbacks.Callback):
+class MetricsCallback(keras.callbacks.Callback):
     """Pass the loss and the learning rate of each epoch to the Compressor; some methods restart their schedule then."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Call ``Compressor.observe`` with the loss and the learning rate."""
+        """Call ``Compressor.report_metrics`` with the loss and the learning rate."""
         metrics = {"learning_rate": float(self.model.optimizer.learning_rate)}
         if logs and "loss" in logs:
             metrics["loss"] = float(logs["loss"])
-        self.model.optimizer.compressor.observe(**metrics)
+        self.model.optimizer.compressor.report_metrics(**metrics)

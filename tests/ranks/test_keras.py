@@ -19,7 +19,7 @@ from hvdcompress.horovod.keras import (
     BroadcastCallback,
     DistributedOptimizer,
     MetricAverageCallback,
-    ObserveCallback,
+    MetricsCallback,
     load_model,
 )
 from hvdcompress.horovod.tensorflow import Compressor
@@ -102,7 +102,7 @@ def test_cancelled_momentum_trains_as_an_optimizer_without_momentum(driver, opti
         given = {"learning_rate": 0.01, **given}
         given["learning_rate"] = keras.optimizers.schedules.ExponentialDecay(given["learning_rate"], 2, 0.7)
         optimizer = distributed(keras.optimizers.SGD(**given), min_elements=1, optimizer_momentum="cancel")
-        optimizer.compressor.watch(SlowCollectives())  # the next step's learning rate must not be read meanwhile
+        optimizer.compressor.add_observer(SlowCollectives())  # the next step's learning rate must not be read meanwhile
         model = Variables(optimizer)
         moves = [model.reduce(driver.gradients(step, SHAPES)) for step in range(4)]
         results.append({name: sum(move[name] for move in moves) for name in SHAPES})
@@ -155,7 +155,7 @@ def test_fit_with_all_callbacks(driver):
     optimizer = distributed(keras.optimizers.SGD(rate, momentum=0.9), "scalecom", beta=1.0, min_elements=0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
-    callbacks = [BroadcastCallback(), MetricAverageCallback(), ObserveCallback()]
+    callbacks = [BroadcastCallback(), MetricAverageCallback(), MetricsCallback()]
     history = model.fit(x, y, 32, epochs=4, verbose=0, validation_data=(x, y), callbacks=callbacks).history
     assert history["val_accuracy"][-1] > 0.7, history
     assert len(set(driver.gather(str(history["loss"])))) == 1, "metrics are averaged"

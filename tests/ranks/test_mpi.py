@@ -220,7 +220,7 @@ def test_exception_of_a_signal_handler_waits_for_the_end_of_the_step(driver):
         raise TimeoutError
 
     (comp, net), observer = topk_and_loopback(driver), SignalAtEvent()
-    comp.watch(observer)
+    comp.add_observer(observer)
     before = signal.signal(signal.SIGALRM, handler)
     try:
         for step, event in enumerate(("begun", "encoded", "sent", "completed", "decoded", "committed", "")):

@@ -163,7 +163,7 @@ def test_default_dtype_does_not_change_results(driver, method, dtype):
 )
 def test_torch_ops_equal_numpy_ops(driver, method, settings):
     """With a method for each collective."""
-    exact = hvdcompress.get(method).exact  # each library rounds matrix products in its own way
+    exact = hvdcompress.get_method(method).exact  # each library rounds matrix products in its own way
     numpy, own = (driver.make(method, {"ops": ops, **settings}, SHAPES) for ops in ("auto", "torch"))
     for step in range(2):
         want, got = (handle.reduce(driver.gradients(step, SHAPES)) for handle in (numpy, own))

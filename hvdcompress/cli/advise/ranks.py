@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
 from hvdcompress.cli.started import started
-from hvdcompress.plan import Plan, load, plan_of, settings_of
+from hvdcompress.plan import Plan, load_plan, plan_of, settings_of
 
 ALONE, DENSE = "no exchange", "dense"
 
@@ -46,7 +46,7 @@ def contenders(words: str) -> list[Contender]:
     for word in filter(None, (word.strip() for word in words.split(","))):
         id, *pairs = word.split()
         is_file = id.endswith((".yaml", ".yml"))
-        settings = load(word).to_dict() if is_file else {"method": id, **settings_of(pairs)}
+        settings = load_plan(word).to_dict() if is_file else {"method": id, **settings_of(pairs)}
         found.append(Contender(word, plan_of({**settings, "fallback": False}), settings))
     return found
 

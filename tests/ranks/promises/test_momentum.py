@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdcompress import get
+from hvdcompress import get_method
 from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.parts.momentum import adapts
 from tests.ranks.checks import assert_close
@@ -91,7 +91,7 @@ def check_momentum(driver, method, settings):
             assert_close(got, want, (rtol + 2e-6, atol + 1e-6), f"{method}, step {step}")
         if "optimizer_momentum" not in settings:
             continue
-        own = get("dgc").momentum if method == "dgc" else 0.0
+        own = get_method("dgc").momentum if method == "dgc" else 0.0
         for name, adapted in is_adapted.items():
             plain[name] = momentum * plain[name] + reduced[name]
             expected = reduced[name].astype(float) * (1.0 - own) / (1.0 - momentum) if adapted else plain[name]

@@ -33,7 +33,7 @@ def test_large_gradients_are_read_as_they_arrive(driver):
     """On the host, gradients are read whenever a million elements have arrived, not when the last has."""
     shapes = {name: (TILE // 2, 1 + number % 2) for number, name in enumerate("vwxyz")}
     handle, watcher = driver.make("topk", {"density": 0.05}, shapes), Watcher(driver.rank)
-    handle.watch(watcher)
+    handle.add_observer(watcher)
     for step in range(2):
         watcher.events.clear()
         handle.reduce(driver.gradients(step, shapes))
@@ -70,7 +70,7 @@ def test_summary_openmetrics_and_log_to_have_the_numbers_of_the_ledger(driver):
     """``summary()`` fits into 80 columns and names every method; observers see each round."""
     settings = {"density": 0.05, "rules": [{"match": {"name": "c"}, "method": "powersgd"}]}
     handle, watcher = driver.make("scalecom", settings, driver.shapes), Rounds(driver.rank)
-    handle.watch(watcher)
+    handle.add_observer(watcher)
     for step in range(3):
         handle.reduce(driver.gradients(step, driver.shapes))
     table, text, writer = "\n".join(driver.of_node(handle.summary())), handle.openmetrics(job="x"), Writer()

@@ -53,9 +53,9 @@ def test_trigger_on_one_rank_restarts_all(driver):
 def test_metric_observed_on_one_rank_restarts_all(driver):
     def observe_drop(compressor, this_rank):
         if this_rank:
-            compressor.observe(learning_rate=0.01)
+            compressor.report_metrics(learning_rate=0.01)
 
-    check_restart(driver, {1: lambda compressor, _: compressor.observe(learning_rate=1.0), 3: observe_drop})
+    check_restart(driver, {1: lambda compressor, _: compressor.report_metrics(learning_rate=1.0), 3: observe_drop})
 
 
 def test_trigger_in_a_step_with_nan_waits_for_the_next_good_step(driver):

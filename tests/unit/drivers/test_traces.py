@@ -79,8 +79,8 @@ def trace(method: str, settings: dict[str, Any], dtype: str, shapes: Any) -> lis
     net = Trial(plan_of(method, **settings), 2)
     recorders = [Recorder(rank) for rank in range(2)]
     for recorder in recorders:
-        net.watch(recorder)
-    exact = hvdcompress.get(method).exact  # others have matrix products, which processors round differently
+        net.add_observer(recorder)
+    exact = hvdcompress.get_method(method).exact  # others have matrix products, which processors round differently
     lines: list[list[str]] = [[], []]
     for step in range(STEPS):
         given = [heavy_tailed(shapes, step, rank) for rank in range(2)]

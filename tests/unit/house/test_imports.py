@@ -170,7 +170,7 @@ def test_without_its_extra_the_command_says_what_to_install() -> None:
     "code,allowed",
     [
         ("import hvdcompress", set()),
-        ("import hvdcompress; hvdcompress.get('topk')", {"numpy", "pydantic", "none", "topk"}),
+        ("import hvdcompress; hvdcompress.get_method('topk')", {"numpy", "pydantic", "none", "topk"}),
         ("import torch; from hvdcompress import ddp", {"numpy", "pydantic", "none", "torch"}),
         ("from hvdcompress.loopback import Loopback", {"numpy", "pydantic", "none"}),
         ("import hvdcompress.testing, hvdcompress.engine.telemetry.ledger", None),
@@ -188,6 +188,6 @@ def test_an_import_loads_only_what_it_needs(code: str, allowed: set[str] | None)
 
 
 def test_the_public_names() -> None:
-    assert set(dir(hvdcompress)) >= set(hvdcompress.__all__) >= {"available", "get", "load", "__version__"}
+    assert set(dir(hvdcompress)) >= set(hvdcompress.__all__) >= {"available", "get_method", "load_plan", "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'avaliable'"):
         hvdcompress.avaliable  # noqa: B018

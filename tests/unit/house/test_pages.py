@@ -134,12 +134,12 @@ def test_plans_of_pages_load() -> None:
     for page in pages():
         for text, fragment in blocks(page.read_text(), "yaml"):
             if not fragment and "method" in (given := yaml.safe_load(text)):
-                hvdcompress.load(given)
+                hvdcompress.load_plan(given)
 
 
 def test_the_plan_of_the_guide_does_what_it_says() -> None:
     ((block, _),) = blocks((GUIDES / "plans.md").read_text(), "yaml")
-    plan = hvdcompress.load(yaml.safe_load(block))
+    plan = hvdcompress.load_plan(yaml.safe_load(block))
     assert plan.program_of(TensorSpec("conv1.weight", (64, 3, 7, 7))).main.id == "none"
     conv = plan.program_of(TensorSpec("layer2.conv.weight", (64, 64, 3, 3)))
     assert (conv.at(0).id, conv.at(5 * 391).id, conv.main.density) == ("none", "scalecom", 0.0025)

@@ -81,7 +81,7 @@ def settings_of(id: str) -> dict[str, Any]:
     """Choose a density at which lost residuals show; a higher one for random-k, which does not look at values."""
     if id in SETTINGS:
         return SETTINGS[id]
-    sparse = "density" in hvdcompress.get(id).hyperparameters()
+    sparse = "density" in hvdcompress.get_method(id).hyperparameters()
     return {"density": 0.02 if registry.classes()[id].needs_feedback else 0.2} if sparse else {}
 
 

@@ -27,7 +27,7 @@ def clipped(gradient: np.ndarray, norm: float) -> np.ndarray:
 )
 def test_clipping_equals_clipped_gradients(id: str, feedback: str) -> None:
     """Each rank's gradient of each tensor is clipped to local_clip_norm/√p; smaller ones stay as they are."""
-    density = {"density": 0.1} if "density" in hvdcompress.get(id).hyperparameters() else {}
+    density = {"density": 0.1} if "density" in hvdcompress.get_method(id).hyperparameters() else {}
     settings = {"world_size": 2, "min_elements": 1, "feedback": feedback, "beta": 0.3, **density}
     net, plain = Loopback(id, local_clip_norm=3.0, **settings), Loopback(id, **settings)
     for step in range(3):
@@ -84,4 +84,4 @@ def test_step_with_an_inf_is_undone_under_clipping() -> None:
 )
 def test_wrong_settings_are_refused(id: str, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        hvdcompress.get(id, **settings)
+        hvdcompress.get_method(id, **settings)
