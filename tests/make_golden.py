@@ -58,7 +58,7 @@ def record(id: str, settings: dict[str, Any], ops: Any = None) -> dict[str, Any]
             {name: numbers(shape, number, rank, step) for number, (name, shape) in enumerate(shapes.items())}
             for rank in range(WORLD)
         ]
-        out = net.allreduce_many(gradients)[0]
+        out = net.allreduce(gradients)[0]
         steps.append(
             {
                 "collectives": [

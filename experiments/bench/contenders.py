@@ -174,7 +174,7 @@ class OverMPI:
         arrays = {name: gradient.numpy() for name, gradient in zip(self.names, gradients, strict=True)}
 
         def go() -> None:
-            self.reduced = self.compressor.allreduce_many(arrays)
+            self.reduced = self.compressor.allreduce(arrays)
 
         return go
 
@@ -197,6 +197,6 @@ def work_alone(compressor: Any, tensors: Shapes, steps: int) -> None:
     gradients = dict(zip(tensors, make_gradients(tensors, 0, 0.0), strict=True))
     for step in range(steps):
         rolled = {name: g.view(-1).roll(7919 * step).view(g.shape).numpy() for name, g in gradients.items()}
-        net.allreduce_many([rolled])
-    own = {"world": compressor.local.world_size, "rank": compressor.local.rank}
+        net.allreduce([rolled])
+    own = {"world": compressor.rank_state.world_size, "rank": compressor.rank_state.rank}
     compressor.load_state_dict(net.ranks[0].state_dict() | own)

@@ -81,7 +81,7 @@ class Simulation:
             if not math.isfinite(loss):
                 return
             residuals = self._residuals(gradients) if step in watched else []
-            reduced = self.net.allreduce_many(gradients)[0]
+            reduced = self.net.allreduce(gradients)[0]
             for name, parameter in parameters.items():
                 parameter.grad = torch.from_numpy(reduced[name])
             if task.clip == "after" and task.clip_norm is not None:

@@ -87,25 +87,33 @@ def load_plan(source: str | Path | Mapping[str, Any]) -> Plan:
     return _read(Document.open(source))
 
 
-def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) -> Plan:
+def _is_file(method: object) -> bool:
+    return isinstance(method, Path) or (isinstance(method, str) and method.endswith((".yaml", ".yml")))
+
+
+def plan_of(method: str | Path | Method | Plan | Mapping[str, Any], **settings: Any) -> Plan:
     """Create a plan from any value that drivers accept.
 
     Args:
-        method: a method's id, a method, a plan, or a plan's dict.
+        method: a method's id, a method, a plan, a plan's dict, or the path of its YAML file.
         **settings: plan keys and hyper-parameters. They override those of ``method``.
 
     Returns:
         The plan.
 
     Raises:
-        PlanError: as in :func:`load_plan`.
+        PlanError, FileNotFoundError: as in :func:`load_plan`.
     """
     if isinstance(method, type):
         id = getattr(method, "id", "") or "topk"
         raise PlanError(f"method: {method.__name__} is a class; pass its id, {id!r}, or an instance")
+    if _is_file(method):
+        document = Document.open(method)  # type: ignore[arg-type]
+        return _read(Document({**document.value, **settings}, lines=document.lines, file=document.file))
     if not isinstance(method, str | Method | Plan | Mapping):
         raise PlanError(
-            f"method: must be a method's id, a method, a plan or a plan's dict, not a {type(method).__name__}"
+            "method: must be a method's id, a method, a plan, a plan's dict or its YAML file, "
+            f"not a {type(method).__name__}"
         )
     if isinstance(method, Plan):
         return load_plan({**method.to_dict(), **settings}) if settings else method

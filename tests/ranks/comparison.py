@@ -53,7 +53,7 @@ def expect(driver: Any, method: str, settings: Settings, steps: int, **more: Any
         net.add_observer(watcher)
     everyone = (driver.everyone(step, shapes, more.get("dtype", "float32")) for step in range(steps))
     return Expected(
-        results=[net.allreduce_many(given, op=more.get("op", "average"))[0] for given in everyone],
+        results=[net.allreduce(given, op=more.get("op", "average"))[0] for given in everyone],
         residuals=[{name: net.residual(name, rank) for name in shapes} if driver.exact else {} for rank in ranks],
         sent=[{name: entry.sent for name, entry in net.ledger.tensors(rank).items()} for rank in ranks],
         counters=[net.ledger.counters(rank) for rank in ranks],

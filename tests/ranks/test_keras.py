@@ -119,7 +119,7 @@ def test_several_backward_passes_per_step(driver):
         got = model.reduce(second[driver.rank])
         both = zip(first, second, strict=True)
         means = [{name: (one[name] + other[name]) / 2 for name in SHAPES} for one, other in both]
-        reduced = net.allreduce_many(means)[driver.rank]
+        reduced = net.allreduce(means)[driver.rank]
         norm = np.sqrt(sum(np.square(array).sum() for array in reduced.values()))
         assert norm > 1
         assert_close(got, {name: array / norm for name, array in reduced.items()}, (1e-4, 1e-5), f"step {step}")
@@ -274,7 +274,7 @@ def test_variables_with_equal_paths_have_their_own_residuals(driver):
             for number, trained in enumerate((names[1:], names))
         )
         frozen_at_first(*([tf.constant(array) for array in one[driver.rank].values()] for one in (first, second)))
-        one, two = (net.allreduce_many(everyone)[driver.rank] for everyone in (first, second))
+        one, two = (net.allreduce(everyone)[driver.rank] for everyone in (first, second))
         want = {n: start - one.get(n, np.float32(0)) - two[n] for n, start in zip(names, before, strict=True)}
         got = {name: np.array(variable) for name, variable in zip(names, variables, strict=True)}
         assert_close(got, want, REORDERED, f"step {step}")

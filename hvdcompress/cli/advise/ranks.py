@@ -130,12 +130,12 @@ class Ranks:
             if contender.label != DENSE:
                 module.register_comm_hook(None, fp16_compress_hook)
             return Training(module, optimizer)
-        from hvdcompress.horovod.torch import attach
+        from hvdcompress.horovod.torch import DistributedOptimizer
 
         self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         named, compression = list(model.named_parameters()), self._hvd.Compression
         if contender.plan:
-            wrapped: Any = attach(optimizer, named, contender.plan)
+            wrapped: Any = DistributedOptimizer(optimizer, named, contender.plan)
             return Training(model, wrapped, wrapped.compressor)
         stock = compression.none if contender.label == DENSE else compression.fp16
         return Training(model, self._hvd.DistributedOptimizer(optimizer, named, compression=stock))

@@ -45,7 +45,7 @@ def test_adapted_momentum_equals_the_loopback(driver, method):
 
 def step_of_loopback(net, buffers, given, momentum):
     """Do a step of SGD with a rate of 1. Return the reduced gradients, and by how much each tensor decreases."""
-    reduced = net.allreduce_many(given)[0]
+    reduced = net.allreduce(given)[0]
     with net.adapted(buffers, reduced, momentum=momentum):
         for name, array in reduced.items() if all(np.isfinite(array).all() for array in reduced.values()) else ():
             buffers[name][...] = momentum * buffers[name] + array
@@ -107,6 +107,6 @@ def test_momentum_is_kept_when_compression_ends(driver):
     for step in range(6):
         given = driver.everyone(step, driver.shapes)
         got = handle.train(given[driver.rank], 0.9)["a"]
-        reduced = plain.allreduce_many(given)[0]["a"].astype(np.float64)
+        reduced = plain.allreduce(given)[0]["a"].astype(np.float64)
         expected = 10.0 * reduced if step < 3 else reduced if step == 3 else 0.9 * expected + reduced
         assert_close({"a": got.astype(float)}, {"a": expected}, (1e-4, 1e-4), f"step {step}")

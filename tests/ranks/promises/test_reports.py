@@ -18,7 +18,7 @@ def test_bytes_of_scalecom_do_not_grow_with_the_ranks(driver):
     handle, two = driver.make("scalecom", settings, driver.shapes), driver.yardstick("scalecom", settings, world_size=2)
     for step in range(4):
         handle.reduce(driver.gradients(step, driver.shapes))
-        two.allreduce_many([driver.gradients(step, driver.shapes, rank=rank) for rank in range(2)])
+        two.allreduce([driver.gradients(step, driver.shapes, rank=rank) for rank in range(2)])
     sent, overhead = handle.sent(), handle.overhead(4)
     own = {name: count - overhead.get(name, 0) for name, count in sent.items() if count != overhead.get(name, 0)}
     of_node = {name: count for each in driver.of_node(own) for name, count in each.items()}
@@ -101,7 +101,7 @@ def test_summary_says_where_the_time_of_a_step_goes(driver):
     assert all(len(line) <= 80 for line in table.splitlines()), table
     for words in ("computing", "blocked", "codec", "waiting", "at 1 Gbit/s", "uncompressed steps"):
         assert words in table, table
-    time = handle.compressor.local.times.mean()
+    time = handle.compressor.rank_state.times.mean()
     assert 0 < time.blocked <= time.whole and 0 < time.on_wire < time.dense, time
     assert 0 < time.codec < time.whole and 0 <= time.waiting < time.whole, time
     handle.close()

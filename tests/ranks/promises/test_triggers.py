@@ -28,7 +28,7 @@ def check_restart(driver, acts, bad_steps=()):
         everyone = driver.everyone(step, driver.shapes)
         if step in bad_steps:  # in every tensor, since TensorFlow undoes each by itself
             everyone[-1] = {name: np.full_like(array, np.nan) for name, array in everyone[-1].items()}
-        got, want = handle.reduce(everyone[driver.rank]), net.allreduce_many(everyone)[driver.rank]
+        got, want = handle.reduce(everyone[driver.rank]), net.allreduce(everyone)[driver.rank]
         mine, theirs = handle.state(), net.saved()[driver.rank]
         restarts = {name: theirs["restarts"].get(name) for name in driver.shapes}
         assert {name: mine["restarts"].get(name) for name in driver.shapes} == restarts, f"restarts in step {step}"

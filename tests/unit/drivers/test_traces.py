@@ -89,7 +89,7 @@ def trace(method: str, settings: dict[str, Any], dtype: str, shapes: Any) -> lis
         if step == BAD:
             for array in given[1].values():
                 array.flat[-1] = np.nan
-        results = net.allreduce_many([{name: array.astype(dtype) for name, array in one.items()} for one in given])
+        results = net.allreduce([{name: array.astype(dtype) for name, array in one.items()} for one in given])
         for rank, recorder in enumerate(recorders):
             taken = recorder.take()
             lines[rank].append(f"{taken} {digest(sorted(results[rank].items()))}" if exact else "-")

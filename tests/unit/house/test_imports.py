@@ -27,8 +27,7 @@ LAYERS: list[set[str]] = [
     {"parts"},
     {"methods"},
     {"registry"},
-    {"plan"},
-    {"optimizers"},
+    {"plan", "settings"},
     {"__init__"},
     {"engine"},
     {"loopback"},
@@ -56,7 +55,7 @@ OPTIONAL_OF = {
     "horovod/tensorflow": {"tensorflow", "horovod"},
     "horovod/keras": {"keras", "tensorflow", "horovod"},
     "mpi": {"mpi4py"},
-    "integrations/lightning": {"lightning"},
+    "integrations/lightning": {"torch", "lightning"},
     "integrations/accelerate": {"torch", "accelerate"},
     "integrations/transformers": {"torch", "transformers"},
     "testing": {"torch"},
@@ -149,7 +148,7 @@ def test_the_package_needs_no_file_outside_of_it() -> None:
 def test_the_wheel_has_every_file() -> None:
     """setup.cfg lists the package's data, and setuptools finds folders by their ``__init__.py``."""
     there = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert {path.name for path in there if path.suffix != ".py"} == {"py.typed"}
+    assert {path.name for path in there if path.suffix != ".py"} == {"py.typed", "settings.pyi"}
     assert all((path.parent / "__init__.py").is_file() for path in there)
 
 

@@ -72,6 +72,10 @@ def test_links_lead_somewhere() -> None:
     assert not [link for page in pages() for link in dead_links(page)]
 
 
+def test_settings_that_editors_complete_are_those_of_the_methods_and_plans() -> None:
+    assert subprocess.run([sys.executable, "docs/settings.py", "--check"], cwd=ROOT).returncode == 0
+
+
 def test_every_page_is_in_the_navigation() -> None:
     docs = [page.relative_to(ROOT / "docs").with_suffix("") for page in pages() if ROOT / "docs" in page.parents]
     assert not [str(page) for page in docs if not nav.listed(str(page))]
@@ -160,7 +164,7 @@ def test_the_driver_of_the_guide_equals_the_loopback() -> None:
     shapes = {"a": (60,), "b": (7,)}
     steps = [[{n: numbers(s, rank, step) for n, s in shapes.items()} for rank in range(3)] for step in range(4)]
     net = Loopback("topk", 3, **settings)
-    wanted = [net.allreduce_many(given) for given in steps]
+    wanted = [net.allreduce(given) for given in steps]
     mailboxes: list[Queue] = [Queue() for _ in range(3)]
 
     def program(rank: int) -> None:

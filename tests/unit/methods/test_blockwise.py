@@ -54,7 +54,7 @@ def test_format_without_the_level_minus_one_is_biased(values: str, unbiased: boo
 
 
 def test_rotation_needs_the_route_scatter() -> None:
-    with pytest.raises(ValueError, match='rotation needs route "scatter"'):
+    with pytest.raises(ValueError, match="rotation has no effect with route 'gather'; it needs route 'scatter'"):
         hvdcompress.get_method("blockwise", rotation=True, route="gather")
     with pytest.raises(ValueError, match="power of two"):
         hvdcompress.get_method("blockwise", block=100)

@@ -152,7 +152,7 @@ def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
     together, alone = Trial(Grouped.of(plan), world_size), Trial(plan, world_size)
     for step in range(2):
         gradients = [{n: numbers(s, rank, step, len(n)) for n, s in shapes.items()} for rank in range(world_size)]
-        outs = together.allreduce_many(gradients)
+        outs = together.allreduce(gradients)
         for n in shapes:
             expected = alone.allreduce([one[n] for one in gradients], n)
             assert all(np.array_equal(out[n], e) for out, e in zip(outs, expected, strict=True))

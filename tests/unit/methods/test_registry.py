@@ -61,6 +61,12 @@ def test_every_file_in_methods_is_a_method_and_its_name_the_id() -> None:
         *((id, {"density": 1e-300}, []) for id in ("topk", "gaussiank")),  # nothing could be selected by a threshold
         *(("arctopk", given, []) for given in ({"row": 10**9}, {"sketch": 10**9}, {"row": 0})),  # memory
         ("gradiveq", {"dense_steps": 10**9}, []),
+        # settings that would have no effect
+        ("topk", {"momentum": 0.9}, ["no effect", "feedback 'momentum'"]),
+        ("topk", {"beta": 0.1}, ["no effect", "feedback 'lowpass'"]),
+        ("dgc", {"sample": 0.5}, ["no effect", "select 'sampled'"]),
+        ("redsync", {"interval": 9, "select": "trimmed"}, ["no effect", "'search' or 'paper'"]),
+        ("gradiveq", {"lam": 0.5, "matrix_rank": 3}, ["no effect"]),
         *(
             ("gradiveq", given, [])
             for given in (

@@ -31,7 +31,7 @@ def test_momentum_is_adapted_to_how_long_elements_waited(settings: dict[str, int
     scales = np.geomspace(0.05, 1.0, size)
     for step in range(1, 26):
         given = [{name: (random.standard_normal(size) * scales).astype(np.float32) for name in names} for _ in range(3)]
-        reduced = net.allreduce_many(given)[0]
+        reduced = net.allreduce(given)[0]
         with net.adapted(buffers, reduced, momentum=momentum, nesterov=nesterov):
             for name, buffer in buffers.items():
                 buffer[...] = momentum * buffer + reduced[name]

@@ -105,6 +105,15 @@ def test_plan_of_takes_an_id_a_method_a_plan_or_a_dict() -> None:
     assert plan_of(plan, seed=5).seed == 5 and plan_of(method, min_elements=3).min_elements == 3
 
 
+def test_plan_of_takes_a_file_and_settings_override_it(write: Any) -> None:
+    path = write("method: topk\ndensity: 0.02\nrules:\n  - match: {ndim: 4}\n    method: none\n")
+    assert plan_of(str(path)) == plan_of(path) == load_plan(path)
+    changed = plan_of(str(path), density=0.5)
+    assert changed.program.main == get_method("topk", density=0.5) and changed.rules == load_plan(path).rules
+    with pytest.raises(PlanError, match="line 2"):
+        plan_of(str(write("method: topk\ndensity: 7\n")))
+
+
 def test_auto_is_a_plan_with_a_fallback() -> None:
     plan = plan_of("auto", min_elements=10)
     method = plan.program.main

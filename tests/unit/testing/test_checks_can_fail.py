@@ -78,7 +78,7 @@ def reseed_global_generator(distinct_indices: Any) -> Any:
 
 def commit_bad_step(abandon: Any) -> Any:
     def mutant(self: Exchange, fill: bool = False) -> None:
-        self.setup.local.swap({self.name: self.new_state()})
+        self.setup.rank_state.swap({self.name: self.new_state()})
         for out in self.outs:
             self.setup.ops.fill(out, float("nan"))
 
