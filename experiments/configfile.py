@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hvdcompress.method import Number
-from hvdcompress.plan import Plan, load
+from hvdcompress.plan import Plan, load_plan
 from hvdcompress.plan.document import Document
 from hvdcompress.registry import suggest
 
@@ -41,7 +41,7 @@ class Entry(BaseModel):
 
 
 class MethodEntry(Entry):
-    """An entry of ``methods:``, a label and the plan under it as ``hvdcompress.load`` reads it."""
+    """An entry of ``methods:``, a label and the plan under it as ``hvdcompress.load_plan`` reads it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -51,19 +51,19 @@ class MethodEntry(Entry):
 
     @model_validator(mode="after")
     def _is_a_plan(self) -> Self:
-        load(self.settings)
+        load_plan(self.settings)
         return self
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The plan as plain data, for ``hvdcompress.load``."""
+        """The plan as plain data, for ``hvdcompress.load_plan``."""
         own = set(type(self).model_fields) - {"method"}
         return self.model_dump(exclude=own)
 
     @property
     def plan(self) -> Plan:
         """The validated plan."""
-        return load(self.settings)
+        return load_plan(self.settings)
 
     @property
     def density(self) -> float | None:

@@ -61,14 +61,14 @@ def train(ranks: DdpRanks, task: Task, seed: int, trainer: Trainer) -> dict[str,
         began = time.perf_counter()
         losses.append(trainer.step(batch, rate))
         seconds += time.perf_counter() - began
-        compressor.observe(learning_rate=rate)
+        compressor.report_metrics(learning_rate=rate)
         last = step + 1 == task.steps
         if (step + 1) % task.log_every == 0 or last:
             mean = sums(ranks, [sum(losses) / len(losses)], "average")[0] / ranks.size()
             if not math.isfinite(mean):
                 return {**record, "scores": scores, "error": f"the loss is {mean} at step {step + 1}"}
             losses = []
-            compressor.observe(loss=mean)
+            compressor.report_metrics(loss=mean)
             if step + 1 > (1 - LAST) * task.steps:
                 means.append(mean)
             if last or (step + 1) % (math.ceil(task.steps / EVALUATIONS / task.log_every) * task.log_every) == 0:

@@ -95,9 +95,9 @@ def test_an_unknown_method_gets_a_suggestion(command):
 def test_a_config_has_every_option_with_its_default(id, tmp_path):
     file, text = tmp_path / "plan.yaml", invoke("configs", id).stdout
     file.write_text(text, encoding="utf-8")
-    plan = hvdcompress.load(file)
-    assert plan == hvdcompress.load({"method": id}) and plan.program.main == hvdcompress.get(id)
-    for option in catalogue.options(type(hvdcompress.get(id))):
+    plan = hvdcompress.load_plan(file)
+    assert plan == hvdcompress.load_plan({"method": id}) and plan.program.main == hvdcompress.get_method(id)
+    for option in catalogue.options(type(hvdcompress.get_method(id))):
         assert f"\n{option.name}: " in text and option.about and option.about[:30] in text.replace("\n# ", " ")
 
 
@@ -105,7 +105,7 @@ def test_configs_are_listed(tmp_path):
     assert invoke("configs").stdout.split() == ["auto", *hvdcompress.available()]
     file = tmp_path / "auto.yaml"
     file.write_text(invoke("configs", "auto").stdout, encoding="utf-8")
-    assert hvdcompress.load(file) == hvdcompress.load({"method": "auto"})
+    assert hvdcompress.load_plan(file) == hvdcompress.load_plan({"method": "auto"})
 
 
 # -- doctor ------------------------------------------------------------------------------------------------
