@@ -1,7 +1,7 @@
 """Other remedies for error feedback with momentum, as contenders of the study. They are not part of the library.
 
-Each is top-k with another rule around it, in NumPy only. ``momentum`` and ``decay`` are the papers' factors; GMC and EF21-SGDM
-need an optimizer without momentum, which :data:`REMEDIES` sets.
+Each is top-k with another rule around it, in NumPy only. ``momentum`` and ``decay`` are the papers' factors; GMC and
+EF21-SGDM need an optimizer without momentum, which :data:`REMEDIES` sets.
 """
 
 from __future__ import annotations

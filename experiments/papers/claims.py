@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from experiments.papers.page import PAPERS
 from experiments.units import Unit
 from hvdcompress.registry import suggest
 
@@ -177,15 +175,3 @@ class Paper:
             if id not in known:
                 raise ValueError(f"--claims: {self.id} has no {id!r}{suggest(id, known)}; it has {', '.join(known)}")
         return [claim for claim in self.claims if not ids or claim.id in ids]
-
-
-def find(id: str) -> Paper:
-    """Return a paper.
-
-    Raises:
-        ValueError: there is none of that id; the message names those that there are.
-    """
-    if id not in PAPERS:
-        raise ValueError(f"no claims of {id!r}{suggest(id, list(PAPERS))}; there are: {', '.join(PAPERS)}")
-    paper: Paper = importlib.import_module(f"experiments.papers.{id}.claims").PAPER
-    return paper

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,7 +13,9 @@ from experiments.options import split
 
 
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="scalecom, gradiveq, fft, gaussiank, or peers: newer methods.")],
+    paper: Annotated[
+        Literal["scalecom", "gradiveq", "fft", "gaussiank", "peers"], typer.Argument(help="peers: newer methods.")
+    ],
     full: Annotated[
         bool | None,
         typer.Option(
@@ -37,12 +40,12 @@ def reproduce(
     import pandas as pd
 
     from experiments.papers import run
-    from experiments.papers.claims import Scale, find
+    from experiments.papers.claims import Scale
     from experiments.papers.page import brief
     from experiments.report import tables
     from experiments.training.tasks import TASKS
 
-    found = find(paper)
+    found = import_module(f"experiments.papers.{paper}.claims").PAPER
     for task in found.tasks:
         if problem := TASKS[task].missing():
             raise ValueError(f"the data of {task!r} is missing: {problem}")

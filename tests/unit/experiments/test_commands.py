@@ -53,7 +53,7 @@ def test_errors_are_a_line_and_a_status(monkeypatch, error, status, words):
     assert result.exit_code == status and words in result.stderr and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("words", ["run quickstar", "bench resnet5", "scale scal", "reproduce scalecomm"])
+@pytest.mark.parametrize("words", ["run quickstar", "bench resnet5", "scale scal"])
 def test_a_wrong_name_gets_a_suggestion(words):
     wrong = invoke(*words.split())
     assert wrong.exit_code == 2 and "did you mean" in wrong.output
