@@ -95,19 +95,7 @@ class Verdict:
     notes: str = ""  #: sentences with further measured numbers; all other remarks are in the page's template
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How much is measured."""
-
-    full: bool = False  #: trainings of ten times as many steps (hours)
-    seeds: tuple[int, ...] = (0, 1, 2)  #: of each measurement
-
-    def steps(self, count: int) -> int:
-        """Return the steps of a training that has ``count`` on the pages."""
-        return 10 * count if self.full else count
-
-
-Units = Callable[[Scale], list[Unit]]
+Units = Callable[[], list[Unit]]
 
 
 @dataclass(frozen=True)
@@ -120,9 +108,9 @@ class Claim:
     units: Sequence[Units]
     trains: bool = False
 
-    def needed(self, scale: Scale) -> dict[str, list[list[Unit]]]:
+    def needed(self, seeds: Sequence[int]) -> dict[str, list[list[Unit]]]:
         """Return the units of each verdict: one, or two with the optimizer's momentum kept and adapted."""
-        groups = [[unit.given(seed=seed) for unit in units(scale) for seed in scale.seeds] for units in self.units]
+        groups = [[unit.given(seed=seed) for unit in units() for seed in seeds] for units in self.units]
         if not self.trains:
             return {"": groups}
         return {how: [[_with_momentum(unit, how) for unit in group] for group in groups] for how in ("keep", "adapt")}

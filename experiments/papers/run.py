@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.papers.claims import Paper, Record, Scale
+from experiments.papers.claims import Paper, Record
 from experiments.papers.frames import over_seeds
 from experiments.report import plots, results
 from experiments.units import Unit, measure
 
 
-def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequence[str] = ()) -> list[Record]:
+def reproduce(paper: Paper, folder: Path, seeds: Sequence[int], jobs: int, only: Sequence[str] = ()) -> list[Record]:
     """Measure what is not yet measured; write ``papers-PAPER.json`` and pictures.
 
     Args:
         paper: the paper.
         folder: for what is written and the units' results.
-        scale: how much is measured.
+        seeds: of each measurement.
         jobs: how many units run side by side.
         only: ids of claims. The other claims of a ``papers-PAPER.json`` in the folder stay as they are.
 
@@ -31,7 +31,7 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
         Stopped: Ctrl-C; finished units are kept.
         ValueError: there is no such claim.
     """
-    needed = [(claim, how, sets) for claim in paper.named(only) for how, sets in claim.needed(scale).items()]
+    needed = [(claim, how, sets) for claim in paper.named(only) for how, sets in claim.needed(seeds).items()]
     found = iter(measure([unit for _, _, sets in needed for units in sets for unit in units], folder, jobs))
 
     def frame(units: Sequence[Unit]) -> pd.DataFrame:
@@ -43,10 +43,10 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
         table: list[Record] = json.loads(over_seeds(rows, labels, values).to_json(orient="records"))
         return table
 
-    words = ["--quick"] * (len(scale.seeds) == 1) + ["--full"] * scale.full + ["--claims", ",".join(only)] * bool(only)
+    words = ["--quick"] * (len(seeds) == 1) + ["--claims", ",".join(only)] * bool(only)
     command = " ".join(["python -m experiments reproduce", paper.id, *words])  # without folders of this machine
     about = results.about()
-    made = {"command": command, "date": about["date"], "cpu": about["machine"]["cpu"], "seeds": scale.seeds}
+    made = {"command": command, "date": about["date"], "cpu": about["machine"]["cpu"], "seeds": seeds}
     records = []
     for claim, how, sets in needed:
         frames = list(map(frame, sets))

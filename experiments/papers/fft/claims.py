@@ -13,7 +13,7 @@ from experiments.cluster.rates import title
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Scale, Verdict, judge
+from experiments.papers.claims import Paper, Verdict, judge
 from experiments.papers.fft import measures
 from experiments.papers.fft.formats import BITS
 from experiments.papers.frames import against_dense, groups, per_seed, spread
@@ -50,10 +50,10 @@ DATA = {"raw": "gradients", "kept": "kept frequencies"}
 PAPER = Paper("fft", ["fashion_mnist", "noisy_digits", "bytes"])
 
 
-def watched(scale: Scale) -> list[Unit]:
+def watched() -> list[Unit]:
     """List dense trainings, watched."""
     steps = {"resnet20": 36, "digits_net": 90, "fnn3": 90, "byte_lstm": 45, "byte_transformer": 45}
-    tasks = {net: simulate.training(net, scale.steps(count)) for net, count in steps.items()}
+    tasks = {net: simulate.training(net, count) for net, count in steps.items()}
     return [Unit(measures.watched, {"task": task, "ranks": RANKS}, {"net": net}) for net, task in tasks.items()]
 
 
@@ -80,9 +80,9 @@ def diminishing(each: Settings, theta: float) -> Settings:
     return {"method": "fft", "density": 1 - theta, "schedule": {"density": {"diminishing": follows}}}
 
 
-def trained(scale: Scale) -> list[Unit]:
+def trained() -> list[Unit]:
     """List trainings with θ by schedule."""
-    tasks = {net: simulate.training(net, scale.steps(300)) for net in ("fnn3", "lenet5")}
+    tasks = {net: simulate.training(net, 300) for net in ("fnn3", "lenet5")}
     return [
         Unit(simulate.accuracy, {"task": task, "method": plan, "ranks": RANKS}, {"net": net, "method": name})
         for net, task in tasks.items()
@@ -90,7 +90,7 @@ def trained(scale: Scale) -> list[Unit]:
     ]
 
 
-def timed(_: Scale) -> list[Unit]:
+def timed() -> list[Unit]:
     """List the codecs of AlexNet's exchange."""
     return [
         Unit(measures.codecs, {"net": NET, "small": TENSOR, "method": method}, {"method": name}, alone=True)

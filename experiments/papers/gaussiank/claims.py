@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.papers import simulate
-from experiments.papers.claims import Kind, Outcome, Paper, Scale, Verdict, judge
+from experiments.papers.claims import Kind, Outcome, Paper, Verdict, judge
 from experiments.papers.frames import exploded, groups, per_seed, spread
 from experiments.papers.gaussiank import measures
 from experiments.report import plots
@@ -31,34 +31,34 @@ OURS = "Gaussian-k, bisect"
 PAPER = Paper("gaussiank", ["fashion_mnist"])
 
 
-def task(net: str, scale: Scale) -> dict[str, Any]:
+def task(net: str) -> dict[str, Any]:
     """Return the training of all claims.
 
     Of the learning rates 0.02, 0.05 and 0.1, LeNet-5 ends best with 0.05, dense, and FNN-3 with 0.05 or 0.1: so 0.05.
     """
-    return simulate.training(net, scale.steps(400))
+    return simulate.training(net, 400)
 
 
-def watched(scale: Scale) -> list[Unit]:
+def watched() -> list[Unit]:
     """List trainings with top-k at the paper's density, watched."""
     common = {"method": {"method": "topk", "density": 0.001}, "ranks": RANKS, "densities": list(DENSITIES)}
-    return [Unit(measures.watched, {"task": task(net, scale), **common}, {"net": net}) for net in NETS]
+    return [Unit(measures.watched, {"task": task(net), **common}, {"net": net}) for net in NETS]
 
 
-def timed(_: Scale) -> list[Unit]:
+def timed() -> list[Unit]:
     """List selections of vectors of several sizes."""
     settings = [{"n": n, "draws": draws} for n in SIZES for draws in ("normal", "laplace")]
     return [Unit(measures.times, {**each, "density": 0.001}, each, alone=True) for each in settings]
 
 
-def trained(scale: Scale) -> list[Unit]:
+def trained() -> list[Unit]:
     """List dense trainings, and those of three methods at three densities."""
     methods: list[dict[str, Any]] = [{"method": "none"}]
     methods += [{"method": id, "density": d} for d in DENSITIES for id in ("topk", "gaussiank", "randomk")]
     return [
         Unit(
             simulate.accuracy,
-            {"task": task(net, scale), "method": method, "ranks": RANKS},
+            {"task": task(net), "method": method, "ranks": RANKS},
             {"net": net, "density": 1.0, **method},
         )
         for net in NETS

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from experiments import nets
 from experiments.cluster.hosts import problem
 from experiments.papers import simulate
-from experiments.papers.claims import Kind, Paper, Scale, Verdict, judge
+from experiments.papers.claims import Kind, Paper, Verdict, judge
 from experiments.papers.frames import against_dense, groups, per_seed, spread
 from experiments.papers.gradiveq import measures, rings
 from experiments.report import plots
@@ -34,7 +34,7 @@ WINDOWS: dict[str, tuple[int, Settings]] = {
     "resnet20": (200, {"starts": [0, 100], "dense_steps": 40, "compressed_steps": 60, "every": 2}),
     "digits_net": (1000, {"starts": [200], **USUAL}),
 }
-STEPS = {"lenet5": 400, "digits_net": 600, "resnet20": 200}  #: of trainings that are judged by their accuracy
+STEPS = {"lenet5": 400, "digits_net": 600}  #: of trainings that are judged by their accuracy
 SIZES = [0, 64, 192]  #: elements of a slice; 0: the method's own choice
 #: layers whose rings are timed: the 3x3 convolutions of ResNet-32 but the first, the paper's net, and one of VGG's
 RINGS = {
@@ -75,22 +75,22 @@ def gradiveq(net: str, dense: int, compressed: int, **more: object) -> Settings:
     return found if net == "resnet20" else {**found, "tensors": "all"}
 
 
-def watched(scale: Scale) -> list[Unit]:
+def watched() -> list[Unit]:
     """List dense trainings during which GradiVeQ reduces the same gradients."""
     units = []
     for net, (steps, window) in WINDOWS.items():
         lengths = window["dense_steps"], window["compressed_steps"]
         entries = {"default": gradiveq(net, *lengths), "paper": gradiveq(net, *lengths, paper=True)}
-        moved = {"starts": [scale.steps(start) for start in window["starts"]]}
-        task = simulate.training(net, scale.steps(steps))
+        moved = {"starts": [start for start in window["starts"]]}
+        task = simulate.training(net, steps)
         common = {"ranks": RANKS, "tensors": list(LAYERS[net]), "sizes": SIZES, "entries": entries}
         units.append(Unit(measures.watched, {"task": task, **window, **moved, **common}, {"net": net}))
     return units
 
 
-def quantized(scale: Scale) -> list[Unit]:
+def quantized() -> list[Unit]:
     """List the same of LeNet-5 with GradiVeQ, QSGD and both at equal ratios, in the 40 steps after 60 dense ones."""
-    lenet5, net = watched(scale)[0], "lenet5"
+    lenet5, net = watched()[0], "lenet5"
     entries = {
         entry: gradiveq(net, 60, 40, min_rate=elements, lam=0.0, max_samples=512, values=values)
         if elements
@@ -128,10 +128,9 @@ def trainings(net: str, steps: int) -> dict[str, Settings]:
     }
 
 
-def trained(scale: Scale) -> list[Unit]:
-    """List dense trainings and those with GradiVeQ; ResNet-20 takes too long for short ones."""
-    short = ("lenet5", "digits_net")
-    tasks = {net: simulate.training(net, scale.steps(STEPS[net])) for net in (STEPS if scale.full else short)}
+def trained() -> list[Unit]:
+    """List dense trainings and those with GradiVeQ; ResNet-20 takes too long."""
+    tasks = {net: simulate.training(net, steps) for net, steps in STEPS.items()}
     return [
         Unit(simulate.accuracy, {"task": task, "method": method, "ranks": RANKS}, {"net": net, "method": name})
         for net, task in tasks.items()
@@ -139,7 +138,7 @@ def trained(scale: Scale) -> list[Unit]:
     ]
 
 
-def timed(_: Scale) -> list[Unit]:
+def timed() -> list[Unit]:
     """List rings over every link; over those of emulated hosts if hosts can be emulated."""
     mixes = {name: mix for mixes in MIXES.values() for name, mix in mixes.items()}
     common = {"ranks": RANKS, "rings": {"dense": (0, "fp32"), **mixes}}

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Scale, Units, Verdict, judge
+from experiments.papers.claims import Paper, Units, Verdict, judge
 from experiments.papers.frames import against_dense, groups, spread
 from experiments.papers.peers import measures
 from experiments.report import plots
@@ -33,17 +33,17 @@ COUNTED = ("oktopk", "arctopk", "gtopk", "scalecom", "topk")
 PAPER = Paper("peers", ["fashion_mnist"])
 
 
-def task(net: str, scale: Scale) -> dict[str, Any]:
+def task(net: str) -> dict[str, Any]:
     """Return the training of all claims, which is that of Gaussian-k's."""
-    return simulate.training(net, scale.steps(400))
+    return simulate.training(net, 400)
 
 
-def encoded(scale: Scale) -> list[Unit]:
+def encoded() -> list[Unit]:
     """List dense trainings whose gradients are encoded."""
-    return [Unit(measures.encoded, {"task": task(net, scale), "ranks": RANKS}, {"net": net}) for net in NETS]
+    return [Unit(measures.encoded, {"task": task(net), "ranks": RANKS}, {"net": net}) for net in NETS]
 
 
-def counted(scale: Scale) -> list[Unit]:
+def counted() -> list[Unit]:
     """List exchanges of sparse methods among several numbers of ranks."""
     common = {"task": simulate.training("fnn3", 400)}
     return [
@@ -58,11 +58,11 @@ def trained(*ids: str, densities: Sequence[float] = ()) -> Units:
     every = [(id, METHODS[id]) for id in ("none", *ids)]
     every += [(id, {**given, "density": more}) for id, given in every if "density" in given for more in densities]
 
-    def units(scale: Scale) -> list[Unit]:
+    def units() -> list[Unit]:
         return [
             Unit(
                 simulate.accuracy,
-                {"task": task(net, scale), "method": given, "ranks": RANKS},
+                {"task": task(net), "method": given, "ranks": RANKS},
                 {"net": net, "method": id, "density": given.get("density", 1.0)},
             )
             for net in NETS
