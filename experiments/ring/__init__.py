@@ -1,4 +1,4 @@
-"""The ring all-reduce across MPI ranks: read ``algorithm.py``, then ``codecs.py``.
+"""The ring all-reduce across MPI ranks: read ``algorithm.py``, then ``codecs.py``; ``run.py`` is the experiment.
 
-``python -m experiments reproduce gradiveq --claims V4,V5`` times it with each codec.
+``launch/ring.sh -n 4`` runs it.
 """
