@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 from tests import ROOT
 
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OURS = re.compile(rf"{re.escape(PROJECT['urls']['Repository'])}/(?:blob|raw)/main/")
 FRAGMENT = "<!-- a fragment:"  #: begins the line before a code block that is not complete
 
 
@@ -37,11 +40,20 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
+def links(page: Path) -> list[str]:
+    """Return the targets of a page's links and pictures."""
+    return re.findall(r"\]\(([^)\s]+)\)", without_code(page))
+
+
 def dead_links(page: Path) -> Iterator[str]:
-    """Iterate over links to files and headings that do not exist."""
-    for target in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", without_code(page)):
-        name, _, anchor = target.partition("#")
-        file = page.parent / name if name else page
+    """Iterate over links to files of this repository, and to headings, that do not exist."""
+    for target in links(page):
+        in_repository = OURS.sub("", target)
+        if re.match("[a-z]+:", in_repository):
+            continue
+        name, _, anchor = in_repository.partition("#")
+        folder = page.parent if in_repository == target else ROOT
+        file = folder / name if name else page
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file.resolve())):
             yield f"{page.name}: {target}"
 
