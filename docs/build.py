@@ -18,7 +18,7 @@ Variables may be numbers, strings, lists, data frames (``{{ frame | table }}``,
 ``report.plots``; it is written to ``docs/PAGE-VARIABLE.svg``, and the template sees the path relative to the page:
 ``![Time against ranks]({{ ring }})``. Those of ``AS_PNG`` are also written as PNG.
 
-README is shown on package indexes, too, outside of the repository. Its links are relative in the template and absolute in
+Package indexes show README, too, without the repository's files. Its links are relative in the template and absolute in
 the page; its pictures must be PNG.
 
 All templates may use ``table``, the formats of ``experiments.report.numbers`` as filters and functions, and:

@@ -20,7 +20,7 @@ FRAGMENT = "<!-- a fragment:"  #: begins the line before a code block that is no
 def pages() -> list[Path]:
     """Return every page of the documentation."""
     docs = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "templates" not in page.parts]
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *docs]
+    return [*sorted(ROOT.glob("*.md")), *docs]
 
 
 # -- links -----------------------------------------------------------------------------------------
