@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hvdcompress.registry import available, get
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "available", "get", "load", "__version__"]
+__all__ = ["Plan", "__version__", "available", "get", "load"]
 
 _MODULE_OF = {
     "Plan": "plan",

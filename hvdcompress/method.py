@@ -568,4 +568,4 @@ def method(given: M | str) -> M | Callable[[M], M]:
 def _made(cls: M, id: str) -> M:
     """Set the id of a class and return it as a frozen dataclass with validated fields."""
     cls.id = id
-    return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore
+    return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore[return-value]

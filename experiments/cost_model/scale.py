@@ -124,8 +124,10 @@ def notes(fitted: Fitted, rates: Sequence[str]) -> list[str]:
     """Return what a reader must know to read the predictions."""
     most, measured = fitted.points["world_size"].max(), fitted.points["rate"]
     said = [
-        "*: no faster than dense. Collectives as rings, dense too; nothing overlaps with a backward pass; each rank "
-        "has a core like that of the fit, and each host a link for itself.",
+        (
+            "*: no faster than dense. Collectives as rings, dense too; nothing overlaps with a backward pass; each "
+            "rank has a core like that of the fit, and each host a link for itself."
+        ),
         f"Beyond {most} workers nothing was measured: those figures extrapolate the formulas.",
     ]
     if beyond := [rate for rate in rates if not measured.min() <= bits_of(rate) <= measured.max()]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -157,7 +157,7 @@ class Recoded:
 
     codec: Codec
     ctx: Context
-    values: Linear = Dense()
+    values: Linear = field(default_factory=Dense)
 
     @property
     def grain(self) -> int:

@@ -27,14 +27,14 @@ def pages() -> list[Path]:
 
 
 def without_code(page: Path) -> str:
-    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 @cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     found = set()
-    for heading in re.findall(r"^#+ (.*)$", without_code(page), re.M):
+    for heading in re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE):
         words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).replace("`", "").strip().lower()
         found.add(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
     return found
@@ -63,7 +63,7 @@ def dead_links(page: Path) -> Iterator[str]:
 
 def blocks(text: str, language: str) -> list[tuple[str, bool]]:
     """Return the code blocks in a language, each with whether it is marked as a fragment."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     before = [(match[1], text[: match.start()].rstrip().rpartition("\n")[2]) for match in found]
     return [(code, line.startswith(FRAGMENT)) for code, line in before]
 
