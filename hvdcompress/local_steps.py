@@ -161,7 +161,7 @@ class Fragment:
             for name, anchor in self.anchors.items():
                 anchor.grad = self.gradients[name] if outer else None
                 if outer is None:
-                    anchor -= self.gradients[name]
+                    anchor.sub_(self.gradients[name])
             if outer:
                 outer.step()
             for anchor in self.anchors.values():
@@ -289,8 +289,8 @@ class LocalSteps:
         self._versions = self._versions_now()
         myself = weakref.ref(self)
         inner = unwrapped(optimizer)
-        inner.register_step_pre_hook(lambda *_: (local := myself()) and local._notice_changes())  # type: ignore[func-returns-value]
-        inner.register_step_post_hook(lambda *_: (local := myself()) and local._note_versions())  # type: ignore[func-returns-value]
+        inner.register_step_pre_hook(lambda *_: (local := myself()) and local._notice_changes())  # type: ignore[func-returns-value, arg-type]
+        inner.register_step_post_hook(lambda *_: (local := myself()) and local._note_versions())  # type: ignore[func-returns-value, arg-type]
         self._buffers = self.fragments[-1].buffers = _Buffers(model)
         if self._buffers.anchors:
             named = {name: torch.nn.Parameter(each) for name, each in self._buffers.anchors.items()}

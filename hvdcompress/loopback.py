@@ -103,7 +103,9 @@ class Loopback:
         """
         return [out[name] for out in self.allreduce_many([{name: array} for array in arrays], op)]
 
-    def allreduce_many(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op = "average") -> list[dict]:
+    def allreduce_many(
+        self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op = "average"
+    ) -> list[dict[str, Array]]:
         """Reduce several named arrays per rank in one step, grouped into buckets as the plan says.
 
         If any rank has an Inf or a NaN, all results are NaN on all ranks, and the state does not change.

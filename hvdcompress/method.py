@@ -29,7 +29,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from hvdcompress.ops.scan import NOTHING, Found, Scan
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Array, Coded, Shares, Sparse
+from hvdcompress.ops.vectors import Array as Array
+from hvdcompress.ops.vectors import Coded, Shares
+from hvdcompress.ops.vectors import Sparse as Sparse
 
 # -- data that the engine and a method exchange ------------------------------------------------
 

@@ -6,7 +6,7 @@ tensors too small to compress travel dense, and would hide what the methods save
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -213,7 +213,7 @@ class ByteLSTM(nn.Module):
 
 
 #: The text nets of the momentum study are small enough for 1500 steps in about 90 seconds on one core.
-BUILDERS = {
+BUILDERS: dict[str, Callable[[Any], nn.Module]] = {
     **{build.__name__: build for build in (digits_net, fnn3, lenet5, resnet, resnet20, mlp, cnn, mnist_example)},
     "mlp_wide": lambda data: mlp(data, width=2048),  # 5.8 million
     "cnn_wide": lambda data: cnn(data, width=2048, normalise=False),  # 3.2 million, nearly all of one linear layer
@@ -301,7 +301,7 @@ def gradients_of(net: nn.Module, batch: Batch, clip: float | None = None) -> tup
     loss.backward()
     if clip is not None:
         nn.utils.clip_grad_norm_(net.parameters(), clip)
-    return {name: parameter.grad.numpy() for name, parameter in net.named_parameters()}, loss.item()
+    return {name: parameter.grad.numpy() for name, parameter in net.named_parameters()}, loss.item()  # type: ignore[union-attr]
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.completion import completion_init, get_completion_script
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 from typer.core import TyperGroup
 
 from hvdcompress.cli.console import fail

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments import nets
+from experiments.bench.lockstep import PARTS
 from experiments.cluster.rates import title
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
@@ -237,7 +238,7 @@ def alexnet(rows: pd.DataFrame) -> Verdict:
         others = ", ".join(f"{method} {text}" for method, text in each.items() if method != "fft")
         told.append(f"with {host} {each['fft']}, and {others}")
     table = over_seeds(predicted, ["host", "link", "method"], ["seconds"])
-    work = over_seeds(rows, ["method"], ["seconds", *measures.PARTS, "further"])
+    work = over_seeds(rows, ["method"], ["seconds", *PARTS, "further"])
     middle = fitted.held_out["a method, in turn"]["median"]
     return Verdict(
         judge(cells, "FFT is predicted to be slower than every other method"),
