@@ -50,11 +50,11 @@ def measure(entry: MethodEntry, gradients: Gradients) -> dict[str, Any]:
     # Without feedback there is nothing for a low-pass to filter
     without: dict[str, Any] = {"feedback": "none", **({"beta": 1.0} if "beta" in entry.settings else {})}
     net, bare = Loopback(plan, world_size), Loopback(plan, world_size, **without)
-    outs = [_flat(net.allreduce_many(ranks)[0]) for ranks in gradients]
+    outs = [_flat(net.allreduce(ranks)[0]) for ranks in gradients]
     errors, cosines = [], []
     for ranks, mean in zip(gradients, means, strict=True):
         bare.ledger.reset()
-        out = _flat(bare.allreduce_many(ranks)[0])
+        out = _flat(bare.allreduce(ranks)[0])
         compressed = bare.ledger.bytes_sent(world_size - 1) < bare.ledger.dense_bytes(world_size - 1)
         errors.append((_error(out, mean), compressed))
         cosines.append(_cosine(out, mean) if compressed else math.nan)

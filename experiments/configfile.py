@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from hvdcompress.method import Number
-from hvdcompress.plan import Plan, PlanError, load
+from hvdcompress.plan import Plan, PlanError, load_plan
 from hvdcompress.plan.document import Document, Path_
 from hvdcompress.registry import suggest
 
@@ -41,7 +41,7 @@ class Entry(BaseModel):
 
 
 class MethodEntry(Entry):
-    """An entry of ``methods:``, a label and the plan under it as ``hvdcompress.load`` reads it."""
+    """An entry of ``methods:``, a label and the plan under it as ``hvdcompress.load_plan`` reads it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -51,14 +51,14 @@ class MethodEntry(Entry):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The plan as plain data, for ``hvdcompress.load``."""
+        """The plan as plain data, for ``hvdcompress.load_plan``."""
         own = set(type(self).model_fields) - {"method"}
         return self.model_dump(exclude=own)
 
     @property
     def plan(self) -> Plan:
         """The validated plan."""
-        return load(self.settings)
+        return load_plan(self.settings)
 
     @property
     def density(self) -> float | None:
@@ -101,7 +101,7 @@ class ConfigFile(BaseModel):
         """Check plans, whose errors get this file's line numbers, and that labels differ, also from those ``taken``."""
         for number, entry in enumerate(self.methods):
             try:
-                load(entry.settings)
+                load_plan(entry.settings)
             except PlanError as error:
                 key, _, message = str(error).partition(": ")
                 path = tuple(int(part) if part.isdigit() else part for part in key.split("."))

@@ -132,11 +132,11 @@ class Fragment:
     def exchange(self, compressed: bool) -> None:
         """Average the pseudo-gradients and the buffers over all ranks."""
         with contextlib.nullcontext() if compressed else self.compressor.paused():
-            self.compressor._allreduce(self.gradients)
+            self.compressor._reduce_in_place(self.gradients)
         if not self.adapts:
-            self.compressor.local.late = {}
+            self.compressor.rank_state.late = {}
         if self.buffers and self.buffers.compressor:
-            self.buffers.compressor.allreduce(self.buffers.values)
+            self.buffers.compressor.allreduce(self.buffers.values, out=self.buffers.values)
 
     @torch.no_grad()
     def end(self, outer: torch.optim.Optimizer | None, mixing: float) -> bool:
@@ -192,7 +192,7 @@ class LocalSteps:
             exchanged. Floating-point buffers, such as those of batch normalization, are averaged in each exchange.
         optimizer: the inner optimizer. Its state stays local; it is saved with the rest.
         every: steps from one exchange of a parameter to the next.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
         outer: ``lr``, ``momentum`` and ``nesterov`` of the outer SGD; None to average the parameters.
         fragments: number of parts of the model. One of them is exchanged every ``every / fragments`` steps.
         delay: steps from the beginning of an exchange to the use of its result. During these steps, training goes on.
@@ -271,12 +271,12 @@ class LocalSteps:
         momentum_is_set |= any(each.optimizer_momentum != "adapt" for each in plan.methods)
         for fragment in self.fragments:
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
-            fragment.compressor.require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
+            fragment.compressor._require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
             fragment.adapts = momentum_is_set
             if momentum_is_set:
                 continue
             fragment.compressor.is_adapted = True  # or rather: it is kept as it is
-            fragment.compressor.local.tracks_ages = False
+            fragment.compressor.rank_state.tracks_ages = False
             if any(map(momentum.adapts, plan.methods)) and self.outer.defaults["momentum"] and not self._network.rank:
                 log.warn_once(
                     "local steps: residuals act as momentum, and the outer optimizer adds its own, so training may "

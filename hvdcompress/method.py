@@ -365,6 +365,13 @@ class Method:
     """Whether all array backends send the same bytes. False if an FFT or a matrix product rounds differently."""
     phases: ClassVar[tuple[str, ...]] = ("compress",)
     """Names of the phases. Within a phase the number, kinds and dtypes of the collectives are fixed."""
+    needs: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {
+        "beta": ("feedback", ("lowpass",)),
+        "momentum": ("feedback", ("momentum",)),
+        "local_clip_norm": ("feedback", ("plain", "lowpass", "momentum")),
+    }
+    """{hyper-parameter: (another one, its values)}: with other values it has no effect, and setting it is an error. A
+    subclass adds its own."""
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()
     """Further hyper-parameter settings for the tests to try."""
 
@@ -386,11 +393,14 @@ class Method:
     clipping."""
 
     def __post_init__(self) -> None:
-        if self.local_clip_norm is not None and self.feedback == "none":
-            raise ValueError(
-                'local_clip_norm needs feedback "plain", "lowpass" or "momentum": only error feedback divides '
-                "gradients by the loss scale before they are clipped"
-            )
+        defaults = {field.name: field.default for field in fields(self)}
+        needs = {name: value for cls in type(self).__mro__ for name, value in vars(cls).get("needs", {}).items()}
+        for name, (other, values) in needs.items():
+            if getattr(self, name) != defaults[name] and getattr(self, other) not in values:
+                wanted = " or ".join(map(repr, values))
+                raise ValueError(
+                    f"{name} has no effect with {other} {getattr(self, other)!r}; it needs {other} {wanted}"
+                )
         if self.feedback == "momentum" and not self.sparse:
             raise ValueError(
                 'feedback "momentum" needs a sparse method such as topk: it resets the momentum of every sent element, '

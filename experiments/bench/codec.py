@@ -22,7 +22,7 @@ from experiments.bench.devices import device
 from experiments.bench.lockstep import PARTS, time_steps
 from hvdcompress import registry
 from hvdcompress.method import TensorSpec
-from hvdcompress.plan import BY_NAME, Plan, load, settings_of
+from hvdcompress.plan import BY_NAME, Plan, load_plan, settings_of
 
 DENSITY = 0.01  #: of every method that has one, unless its own is given
 #: GradiVeQ's usual 8 components of 100, on any tensor
@@ -44,9 +44,9 @@ def plans(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     found = {}
     for text in words or registry.available():
         id, *pairs = text.replace(",", " ").split() or [""]
-        usual = {"density": DENSITY} if "density" in registry.get(id).hyperparameters() else {}
+        usual = {"density": DENSITY} if "density" in registry.get_method(id).hyperparameters() else {}
         found[" ".join([id, *pairs])] = plan = {"method": id, **usual, **SETTINGS.get(id, {}), **settings_of(pairs)}
-        load(plan)
+        load_plan(plan)
     return found
 
 
@@ -83,7 +83,7 @@ def measure(
     settings: Mapping[str, Any], shapes: nets.Shapes, world_size: int, runs: int, where: str
 ) -> dict[str, float]:
     """Measure one method in this thread; :func:`run` has the arguments and the record."""
-    plan, specs = load(settings), [TensorSpec(name, shape) for name, shape in shapes.items()]
+    plan, specs = load_plan(settings), [TensorSpec(name, shape) for name, shape in shapes.items()]
     check(plan, specs)
     steps = time_steps(plan, specs, world_size, runs, device=device(where))
     parts = steps[list(PARTS)].assign(copies=steps[list(PARTS)].sum(axis=1))

@@ -106,7 +106,7 @@ class Exchanges:
         found = {"start": start, "end": time.monotonic(), "cpu": time.process_time() - cpu}
         if contender.compressor:
             found["codec"] = self.clock.spent["encode"] + self.clock.spent["decode"]
-            found["state"] = contender.compressor.local.num_state_bytes()
+            found["state"] = contender.compressor.rank_state.num_state_bytes()
         if contender.splits:
             found |= self.clock.spent
         if ledger := contender.ledger:

@@ -45,7 +45,7 @@ ADDED, CODED, OWN = "ring, payloads add", "ring, encoded again at every hop", "m
 def known_codecs() -> dict[str, Codec]:
     """Return number formats by name, and the codecs of methods that consist of one, such as TernGrad."""
     formats = {name: codecs.codec(name) for name in ("fp16", "bf16", "rangefloat12", "rangefloat8", "qsgd8", "qsgd4")}
-    methods = {id: registry.get(id) for id in registry.available() if id != "qsgd"}
+    methods = {id: registry.get_method(id) for id in registry.available() if id != "qsgd"}
     return {**formats, **{id: each.codec for id, each in methods.items() if isinstance(each, Quantizer)}}
 
 

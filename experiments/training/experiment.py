@@ -81,7 +81,7 @@ class Experiment(ConfigFile):
             learning_rate: 0.05
         methods:
           - none                    # an id with its defaults ...
-          - {method: topk, density: 0.01}                       # ... or anything hvdcompress.load() reads,
+          - {method: topk, density: 0.01}                       # ... or anything hvdcompress.load_plan() reads,
           - {label: mild top-k, method: topk, density: 0.1}     # with a label of its own
 
     Unknown keys, unknown methods and values out of range are errors that name the file, the line and the key.

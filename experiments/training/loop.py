@@ -73,14 +73,14 @@ def train(ranks: DdpRanks, run: Run, trainer: Trainer, file: Path, **notes: Any)
         began = time.perf_counter()
         losses.append(trainer.step(batch, rate))
         seconds += time.perf_counter() - began
-        compressor.observe(learning_rate=rate)
+        compressor.report_metrics(learning_rate=rate)
         last = step + 1 == task.steps
         if (step + 1) % task.log_every == 0 or last:
             mean = sums(ranks, [sum(losses) / len(losses)], "average")[0] / ranks.size()
             if not math.isfinite(mean):
                 raise Diverged(f"the loss is {mean} at step {step + 1}: try a lower learning_rate")
             losses = []
-            compressor.observe(loss=mean)
+            compressor.report_metrics(loss=mean)
             scored = last or (step + 1) % (math.ceil(task.steps / EVALUATIONS / task.log_every) * task.log_every) == 0
             say("step", step=step + 1, loss=mean, **({"score": score()} if scored else {}))
             if scored:

@@ -22,7 +22,7 @@ from hvdcompress.cli.console import console_of
 from hvdcompress.loopback import warm_up
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import IN_ORDER, plan_of
-from hvdcompress.registry import available, get
+from hvdcompress.registry import available, get_method
 
 MARKS = {"works": "[green]✓[/]", "broken": "[red]✗[/]", "absent": "[dim]–[/]"}
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # also if it is not activated
@@ -191,7 +191,7 @@ def warm() -> None:
     began, console, ids = time.monotonic(), console_of(), ["auto", *available()]
     for index, id in enumerate(ids, 1):
         with console.status(f"[{index}/{len(ids)}] compiling the kernels of {id} …"):
-            for settings in ({}, *(get(id).examples if id != "auto" else ())):
+            for settings in ({}, *(get_method(id).examples if id != "auto" else ())):
                 # two tensors that share a bucket, and one that is large enough for the kernels of large tensors
                 shapes = [(96, 16), (64, 32), (512, 1024)][: 2 if settings else 3]
                 specs = [TensorSpec(f"{place}.weight", shape) for place, shape in enumerate(shapes)]

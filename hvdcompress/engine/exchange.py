@@ -176,8 +176,8 @@ class Exchange:
             self.collective.num_bytes if isinstance(self.collective, Broadcast) else int(self.collective.x.nbytes)
         )
         answer = Completed(setup.method.id, self.round, type(self.collective).__name__, num_bytes, seconds)
-        for observer in setup.local.observers:
-            observer.completed(setup.local.rank, self.name, answer)
+        for observer in setup.rank_state.observers:
+            observer.completed(setup.rank_state.rank, self.name, answer)
         return self._send(result)
 
     def _send(self, result: Any) -> Collective | None:
@@ -348,7 +348,7 @@ class Exchange:
             setup.state.step + 1,
             setup.state.triggers,
             setup.next_step.restart,
-            setup.local.is_flushed(setup.state, unused, any(map(setup.ops.max_abs, self._overflow.values()))),
+            setup.rank_state.is_flushed(setup.state, unused, any(map(setup.ops.max_abs, self._overflow.values()))),
         )
 
     def _note_sent(self, unused: Collection[str], sent: Array | None) -> Array | None:
@@ -363,7 +363,7 @@ class Exchange:
             shares = [list(total.each) if isinstance(total, Shares) else [total] for total in totals]
             indices = [setup.ops.concat([share.index for share in each]) for each in shares]
             ranks = max(map(len, shares))
-        self.late, arrived = setup.local.note_sent(setup.state, setup.method, setup.ops, unused, indices, ranks)
+        self.late, arrived = setup.rank_state.note_sent(setup.state, setup.method, setup.ops, unused, indices, ranks)
         return arrived
 
     def close(self) -> None:
@@ -377,13 +377,13 @@ class Exchange:
                 counters[name] = counters.get(name, 0) + count
         if not setup.paused:
             setup.memory.lengths |= self._lengths
-            if len(setup.method.phases) > 1 and setup.local.next_step(setup.bucket).phase != setup.ctx.phase:
+            if len(setup.method.phases) > 1 and setup.rank_state.next_step(setup.bucket).phase != setup.ctx.phase:
                 setup.memory.lengths.clear()  # a later phase may have other payload lengths
             if any(reduced.trigger for reduced in self.reduced):
-                setup.local.trigger_requests.add(self.name)
+                setup.rank_state.trigger_requests.add(self.name)
         self.stage = Stage.CLOSED
-        for observer in setup.local.observers:
-            observer.committed(setup.local.rank, self.name, counters)
+        for observer in setup.rank_state.observers:
+            observer.committed(setup.rank_state.rank, self.name, counters)
 
     def abandon(self, fill: bool = False) -> None:
         """End the exchange without effect.
@@ -413,7 +413,7 @@ class Exchange:
     def wrap_error(self, error: Exception) -> ExchangeError:
         """Wrap an exception from the method with the tensor, round and rank."""
         name = self._fused.current if self._fused else self.name
-        local = self.setup.local
+        local = self.setup.rank_state
         who = f"rank {local.rank}" if local.nodes is None else f"rank {local.rank}, node {self.setup.group.rank}"
         where = f"method {self.setup.method.id}, round {max(self.round, 0)}, {who}"
         return ExchangeError(f"tensor {name!r} ({where}): {type(error).__name__}: {error}")
@@ -430,7 +430,7 @@ class Exchange:
 
     def _record_codec_time(self, seconds: float) -> None:
         """Report codec time to the observers: encoding until the last collective, decoding after it."""
-        local = self.setup.local
+        local = self.setup.rank_state
         for observer in local.observers:
             if self.stage < Stage.REDUCED:
                 observer.encoded(local.rank, self.name, seconds)

@@ -290,7 +290,7 @@ class NodeStep(Step):
                 bucket,
                 self.placement.owner(bucket),
                 self.levels,
-                self.local.memory_of(name),
+                self.rank_state.memory_of(name),
                 self.framework.ops(like),
                 like,
             )
@@ -306,7 +306,7 @@ class NodeStep(Step):
         self._to_owner.append(node_bucket)
         self._to_return.append(node_bucket)
         if not node_bucket.is_owned:
-            self.followed.append(self.local.follow(node_bucket.bucket))
+            self.followed.append(self.rank_state.follow(node_bucket.bucket))
 
     @IGNORE_FLOAT_WARNINGS
     def fill_missing(self) -> None:
@@ -360,10 +360,10 @@ class NodeStep(Step):
         is_first = self._first_status is not None
         super().receive_status()
         # Only now is it certain that all ranks are at the same step, and so compare in the same one
-        if is_first and self.local.verifies():
+        if is_first and self.rank_state.verifies():
             texts = self.collectives.gather_text("verify", json.dumps(self.checksums))
             local_size = self.placement.nodes.local_size
-            verify.compare([json.loads(text) for text in texts], self.local.steps_done(), local_size)
+            verify.compare([json.loads(text) for text in texts], self.rank_state.steps_done(), local_size)
 
     # -- the levels -----------------------------------------------------------------------------------------
 
@@ -460,7 +460,7 @@ class NodeStep(Step):
         # All ranks of a node must find the same elements, and only the owner knows the indices of the method
         found = {}
         for name, each in self.node_buckets.items():
-            method = self.local.next_step(each.bucket).method
+            method = self.rank_state.next_step(each.bucket).method
             if method.sparse and momentum.adapts(method):
                 found[name] = each.ops, nonzero(each.result)
         return found

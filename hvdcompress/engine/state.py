@@ -26,9 +26,9 @@ from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import feedback, momentum
 from hvdcompress.plan import Bucket, Grouping, Plan
-from hvdcompress.registry import get
+from hvdcompress.registry import get_method
 
-UNCOMPRESSED = get("none")
+UNCOMPRESSED = get_method("none")
 SEEN = 10  #: steps after which all tensors are assumed to have appeared
 
 
@@ -405,7 +405,7 @@ class RankState:
 
     # -- triggers -------------------------------------------------------------------------------------------
 
-    def observe(self, metrics: Mapping[str, float]) -> None:
+    def report_metrics(self, metrics: Mapping[str, float]) -> None:
         """Pass metrics to the methods, and request a trigger if a method wants one.
 
         Args:

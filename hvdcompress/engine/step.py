@@ -155,7 +155,7 @@ class Step:
         agree: Agree | None = None,
         framework: Framework = Framework(),  # noqa: B008  (it has no state)
     ):
-        self.local = local
+        self.rank_state = local
         self.collectives = collectives
         self.network = collectives
         self.agree = agree
@@ -217,7 +217,7 @@ class Step:
         if exchange is None:
             like = gradients[0]
             ops = self.framework.ops(like)
-            setup = Setup(self.local, self.network.group, bucket, like, ops, self.loss_scale)
+            setup = Setup(self.rank_state, self.network.group, bucket, like, ops, self.loss_scale)
             exchange = self.exchanges[bucket.spec.name] = Exchange(setup)
         exchange.add(indices, gradients, outs)
         return self._start(exchange, may_carry) if exchange.is_full else None
@@ -257,7 +257,7 @@ class Step:
                 of the step is not finite.
             like: an array on the gradient's device.
         """
-        next_step = self.local.pass_through(bucket, like, self.framework.ops(like))
+        next_step = self.rank_state.pass_through(bucket, like, self.framework.ops(like))
         self._passed_through.append(PassedThrough(next_step, gradient.detach()))
 
     @IGNORE_FLOAT_WARNINGS
@@ -340,15 +340,15 @@ class Step:
 
     def status(self) -> Status:
         """Return the status of this rank. It includes, and clears, a pending request for a trigger."""
-        self._requested_trigger |= self.local.take_trigger_request()
-        steps = sorted(self.local.steps().items())
+        self._requested_trigger |= self.rank_state.take_trigger_request()
+        steps = sorted(self.rank_state.steps().items())
         self._read_device_flags()
         # A rank with an error may not know its loss scale. Sending 1 lets the ranks report the error and not the scale.
         scale = self.loss_scale if self.error is None else 1.0
-        self.checksums = self.framework.checksums(self.local) if self.local.verifies() else {}
+        self.checksums = self.framework.checksums(self.rank_state) if self.rank_state.verifies() else {}
         state = self.config.fingerprint(steps, self._checksums_of_all())
         return Status(
-            self.error is not None, not self.finite, self._requested_trigger, self.local.replaced, state, scale
+            self.error is not None, not self.finite, self._requested_trigger, self.rank_state.replaced, state, scale
         )
 
     def _checksums_of_all(self) -> dict[str, int]:
@@ -388,11 +388,11 @@ class Step:
         # Compare configurations before reporting failures: a rank that received a payload of another plan fails because
         # of the disagreement, which is the message to show.
         if not status.alike:
-            mine = json.dumps([self.config.plan, self.config.tensors, self.local.steps(), self.checksums])
+            mine = json.dumps([self.config.plan, self.config.tensors, self.rank_state.steps(), self.checksums])
             everyone = [json.loads(text) for text in self.collectives.gather_text("config", mine)]
             compare_configs([(plan, tensors) for plan, tensors, *_ in everyone])
             if all(steps == everyone[0][2] for _, _, steps, _ in everyone):
-                verify.compare([sums for *_, sums in everyone], self.local.steps_done())
+                verify.compare([sums for *_, sums in everyone], self.rank_state.steps_done())
         if status.failed:
             raise peer_error(self.collectives.gather_text("error", self._error_text)) from self.error
         if not status.agreed:
@@ -406,7 +406,7 @@ class Step:
         self.finite &= not status.non_finite
         self.triggered |= status.triggered
         if status.replaced:
-            self.local.forget_lengths()
+            self.rank_state.forget_lengths()
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -496,14 +496,14 @@ class Step:
         """Commit the step: keep all new states or, if any rank had an Inf or a NaN, fill the results with NaN."""
         outcome = Outcome(self.finite, self.triggered, self.unused)
         others = [*(passed.next_step for passed in self._passed_through), *self.followed]
-        commit_step(self.local, self.exchanges.values(), others, outcome, sent=self._sent())
+        commit_step(self.rank_state, self.exchanges.values(), others, outcome, sent=self._sent())
         for exchange in self.exchanges.values():
             self.framework.store(exchange.name)
         if not self.finite:
             for passed in self._passed_through:
                 passed.gradient.fill_(float("nan"))
             # A non-finite step has no effect, so the agreed request for a trigger is kept for the next step
-            self.local.trigger_requested |= self.triggered
+            self.rank_state.trigger_requested |= self.triggered
 
     def _sent(self) -> dict[str, tuple[Ops, Array]]:
         """Return the elements that sparse methods have sent; see :func:`commit_step`."""
@@ -515,7 +515,7 @@ class Step:
             exchange.abandon()
             exchange.setup.memory.clear_scratch()  # an abandoned collective may still write to these buffers
         # The status carried the request, but no rank acted on it
-        self.local.trigger_requested |= self._requested_trigger
+        self.rank_state.trigger_requested |= self._requested_trigger
 
     # -- inside ---------------------------------------------------------------------------------------------
 

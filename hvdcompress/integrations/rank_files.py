@@ -19,7 +19,7 @@ def save(state: Compressor | LocalSteps, folder: Path) -> None:
     """
     state.save(folder)
     is_local = isinstance(state, LocalSteps)
-    own = f"step-{state.steps}" if is_local else f"*-of-{state.local.world_size}.safetensors"  # type: ignore[union-attr]
+    own = f"step-{state.steps}" if is_local else f"*-of-{state.rank_state.world_size}.safetensors"  # type: ignore[union-attr]
     for path in {*folder.glob("step-*"), *folder.glob("*rank-*-of-*.safetensors")}:
         if path.match(own):
             continue

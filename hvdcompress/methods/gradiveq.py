@@ -129,6 +129,7 @@ class GradiVeQ(Method):
          "paper": True},
     )  # fmt: skip
 
+    needs = dict.fromkeys(("lam", "min_rate"), ("matrix_rank", (None,)))
     slice_elements: Annotated[int, Number, Field(ge=0)] = 0
     """Elements per slice. 0: near the paper's 768, a multiple of a filter's D·H·W weights (``order: hwio``: of F·D) of
     at most 4096, or else a divisor of it."""

@@ -8,7 +8,7 @@ records every collective. No test framework is needed, and the checks also work 
 be registered; if it is, its round trip through a plan is checked, too.
 
 >>> import hvdcompress
->>> check_method(hvdcompress.get("topk", density=0.1), world_sizes=(2,), sizes=(1, 50))
+>>> check_method(hvdcompress.get_method("topk", density=0.1), world_sizes=(2,), sizes=(1, 50))
 """
 
 from __future__ import annotations

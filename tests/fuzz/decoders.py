@@ -202,7 +202,7 @@ def _headers() -> Iterator[Decoder]:
 
 
 def _saved() -> tuple[dict[str, Any], RankState, Any]:
-    plan = plan_for(hvdcompress.get("powersgd", matrix_rank=2))
+    plan = plan_for(hvdcompress.get_method("powersgd", matrix_rank=2))
     spec = TensorSpec("w", (20, 30))
     tampered = Tampered(plan, spec, 1)
     return tampered.ranks[0].state_dict(), RankState(plan, 0, 2), plan.buckets([spec])

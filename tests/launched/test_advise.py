@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hvdcompress.plan import load
+from hvdcompress.plan import load_plan
 from tests.installed import needs, without_tensorflow
 from tests.launching import environment
 
@@ -93,7 +93,7 @@ def test_two_ranks_measure_train_and_decide(tmp_path, launcher):
     assert run.returncode == 0 and output.count("Verdict: compress with topk") == 1, output
     for words in ("no exchange", "dense", "own fp16", "predicted at 10mbit", "loss after 0.5 s", ".attach("):
         assert words in output, output
-    assert load(tmp_path / "p.yaml") == load({"method": "topk"})
+    assert load_plan(tmp_path / "p.yaml") == load_plan({"method": "topk"})
     assert "hvdcompress: topk" not in output, "the library's own messages"
 
 

@@ -75,7 +75,7 @@ def test_residuals_of_unused_parameters_wait_when_compression_is_given_up(driver
     monkeypatch.setattr("hvdcompress.engine.state.PATIENCE", SPREAD + 20)
     model = DistributedDataParallel(Net(SHAPES), find_unused_parameters=True)
     compressor = ddp.attach(model, "topk", density=0.05, min_elements=1, fallback=True)
-    fallback = compressor.local.fallback
+    fallback = compressor.rank_state.fallback
     fallback.note = lambda began, ended: None
     total, exact = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
     with logged() as lines:
@@ -177,7 +177,7 @@ def test_copies_of_a_model_are_not_compressed(driver):
     models = [wrapped(Net(SHAPES), by_hook)[0] for by_hook in (False, True)]
     for step in range(2):
         mine, everyone = driver.gradients(step, SHAPES), driver.everyone(step, SHAPES)
-        want, mean = backward(alone, mine), exact.allreduce_many(everyone)[driver.rank]
+        want, mean = backward(alone, mine), exact.allreduce(everyone)[driver.rank]
         for model, original in zip(models, (models[0], models[1].module), strict=True):  # DDP cannot copy such a hook
             assert_close(backward(model, mine), want, EXACT, f"step {step}")
             copies = [copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
@@ -409,7 +409,7 @@ def test_two_levels_with_and_without_shared_memory(driver, is_shared, monkeypatc
     handle = driver.make("topk", {"density": 0.1, "optimizer_momentum": "keep"}, shapes)
     net = driver.yardstick("topk", {"density": 0.1})
     for step in range(3):
-        want = net.allreduce_many(driver.everyone(step, shapes))[driver.rank]
+        want = net.allreduce(driver.everyone(step, shapes))[driver.rank]
         assert_close(handle.reduce(driver.gradients(step, shapes)), want, EXACT, f"step {step}")
     assert (handle.compressor._memory is not None) == is_shared
     handle.close()

@@ -25,7 +25,7 @@ from experiments.training import loop
 from experiments.training.experiment import Task
 from experiments.units import Unit
 from hvdcompress.cli.numbers import bits_of
-from hvdcompress.plan import load
+from hvdcompress.plan import load_plan
 
 Settings = dict[str, Any]
 RANKS = 2
@@ -266,7 +266,7 @@ def predict(rows: pd.DataFrame, fitted: Fitted, rate: str, faster: float) -> pd.
     ]
     for row in rows.itertuples():
         seconds = (row.seconds + (WORLD - measures.FEW) * row.further) / faster
-        work = model.work(load(EXCHANGED[row.method]), shapes, WORLD)._replace(codec=seconds)
+        work = model.work(load_plan(EXCHANGED[row.method]), shapes, WORLD)._replace(codec=seconds)
         works.append({"method": row.method, "seed": row.seed, **work._asdict()})
     frame = pd.DataFrame(works).assign(shared=1.0, rate=bits_of(rate))
     seconds = model.costs(fitted.constants, frame).sum(axis=1)

@@ -167,9 +167,9 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
     def fresh() -> tuple[Context, Workspace]:
         return Context(0, 1, 0, TensorSpec("x", (n,), "float32")), Workspace(fast)
 
-    gaussian = {rule: registry.get("gaussiank", density=density, refine=rule) for rule in ("bisect", "paper")}
+    gaussian = {rule: registry.get_method("gaussiank", density=density, refine=rule) for rule in ("bisect", "paper")}
     # both as published: our own search looks at fewer elements from count to count
-    redsync = {rule: registry.get("redsync", density=density, select=rule) for rule in ("trimmed", "paper")}
+    redsync = {rule: registry.get_method("redsync", density=density, select=rule) for rule in ("trimmed", "paper")}
     dgc = DGC(density=density)
 
     def sampled(x: Vector) -> Any:

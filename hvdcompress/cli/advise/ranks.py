@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
 from hvdcompress.cli.started import started
-from hvdcompress.plan import Plan, load, plan_of, settings_of
+from hvdcompress.plan import Plan, load_plan, plan_of, settings_of
 
 ALONE, DENSE = "no exchange", "dense"
 
@@ -46,7 +46,7 @@ def contenders(words: str) -> list[Contender]:
     for word in filter(None, (word.strip() for word in words.split(","))):
         id, *pairs = word.split()
         is_file = id.endswith((".yaml", ".yml"))
-        settings = load(word).to_dict() if is_file else {"method": id, **settings_of(pairs)}
+        settings = load_plan(word).to_dict() if is_file else {"method": id, **settings_of(pairs)}
         found.append(Contender(word, plan_of({**settings, "fallback": False}), settings))
     return found
 
@@ -130,12 +130,12 @@ class Ranks:
             if contender.label != DENSE:
                 module.register_comm_hook(None, fp16_compress_hook)
             return Training(module, optimizer)
-        from hvdcompress.horovod.torch import attach
+        from hvdcompress.horovod.torch import DistributedOptimizer
 
         self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         named, compression = list(model.named_parameters()), self._hvd.Compression
         if contender.plan:
-            wrapped: Any = attach(optimizer, named, contender.plan)
+            wrapped: Any = DistributedOptimizer(optimizer, named, contender.plan)
             return Training(model, wrapped, wrapped.compressor)
         stock = compression.none if contender.label == DENSE else compression.fp16
         return Training(model, self._hvd.DistributedOptimizer(optimizer, named, compression=stock))

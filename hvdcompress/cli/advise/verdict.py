@@ -72,7 +72,7 @@ def how_to(best: Measured, driver: str) -> str:
     words = ", ".join([f'"{settings.pop("method")}"', *(f"{key}={value!r}" for key, value in settings.items())])
     if driver == "DDP":
         return f"from hvdcompress import ddp\nddp.attach(model, {words})"
-    call = f"hc.attach(optimizer, model.named_parameters(), {words})"
+    call = f"hc.DistributedOptimizer(optimizer, model.named_parameters(), {words})"
     return f"from hvdcompress.horovod import torch as hc\noptimizer = {call}"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdcompress import __version__
-from hvdcompress.plan import Plan, load
+from hvdcompress.plan import Plan, load_plan
 from hvdcompress.plan.plan import read_source
 from hvdcompress.plan.reading import PLAN_KEYS, RULE_KEYS
 
@@ -72,7 +72,7 @@ def _in_plan(saved: Mapping[str, Any], plan: Plan) -> list[tuple[str, Any, Any]]
 def _plain(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plan's keys, with the defaults of this version, if this version can read it."""
     with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(load(read_source(json.dumps(plan))).source)
+        return json.loads(load_plan(read_source(json.dumps(plan))).source)
     return dict(plan)
 
 

@@ -205,7 +205,7 @@ class Driver(ABC):
 
     def exact_with(self, method: str | Plan) -> bool:
         """Return whether a method's results are exact; on a device, the rounding of matrix products is not."""
-        return self.exact and (self.same_products or hvdcompress.get(str(method)).exact)
+        return self.exact and (self.same_products or hvdcompress.get_method(str(method)).exact)
 
     def some(self, methods: Mapping[str, Settings]) -> list[tuple[str, Settings]]:
         """Return methods with their settings: the first two if a Compressor takes most of a second."""
@@ -217,7 +217,9 @@ class Driver(ABC):
             return 0.0, 0.0
         if sums_float16(str(method), settings):
             return None
-        loose = 1.0 if hvdcompress.get(str(method)).exact else 100.0  # matrix products and feedback make more of it
+        loose = (
+            1.0 if hvdcompress.get_method(str(method)).exact else 100.0
+        )  # matrix products and feedback make more of it
         return 2e-6 * loose, 4e-7 * loose
 
     def again(self, method: str | Plan, settings: Settings) -> tuple[float, float] | None:

@@ -149,7 +149,7 @@ def test_predictions_for_another_link_are_computing_and_bytes():
     "label,plan,driver,words",
     [
         ("x", "topk density=0.02 values=fp16", "DDP", "ddp.attach(model, \"topk\", density=0.02, values='fp16')"),
-        ("x", "topk", "Horovod", 'hc.attach(optimizer, model.named_parameters(), "topk")'),
+        ("x", "topk", "Horovod", 'hc.DistributedOptimizer(optimizer, model.named_parameters(), "topk")'),
         ("DDP's own fp16", None, "DDP", "fp16_compress_hook"),
         ("DDP's own fp16", None, "Horovod", "Compression.fp16"),
     ],

@@ -94,10 +94,10 @@ def test_an_unknown_method_gets_a_suggestion(command):
 def test_a_config_has_every_option_with_its_default(id, tmp_path):
     file = tmp_path / "new" / "plan.yaml"
     assert invoke("configs", id, "--copy", file).exit_code == 0
-    plan, text = hvdcompress.load(file), file.read_text(encoding="utf-8")
-    assert plan == hvdcompress.load({"method": id}) and plan.program.main == hvdcompress.get(id)
+    plan, text = hvdcompress.load_plan(file), file.read_text(encoding="utf-8")
+    assert plan == hvdcompress.load_plan({"method": id}) and plan.program.main == hvdcompress.get_method(id)
     assert text == invoke("configs", id).stdout
-    for option in catalogue.options(type(hvdcompress.get(id))):
+    for option in catalogue.options(type(hvdcompress.get_method(id))):
         assert f"\n{option.name}: " in text and option.about and option.about[:30] in text.replace("\n# ", " ")
 
 
@@ -107,7 +107,7 @@ def test_configs_are_listed_and_copied(tmp_path):
     assert invoke("configs", "auto", "--copy", file).exit_code == 0
     again = invoke("configs", "topk", "--copy", file)
     assert again.exit_code == 2 and "auto.yaml" in again.output
-    assert hvdcompress.load(file) == hvdcompress.load({"method": "auto"}), "it is left as it was"
+    assert hvdcompress.load_plan(file) == hvdcompress.load_plan({"method": "auto"}), "it is left as it was"
 
 
 # -- doctor ------------------------------------------------------------------------------------------------

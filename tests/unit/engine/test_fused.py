@@ -153,7 +153,7 @@ def test_saved_state_fits_another_grouping(method: str, first: Grouping | None, 
 @pytest.mark.parametrize("grouping", [BY_NAME, None])
 def test_fp16_converts_gradients_without_a_float32_copy(grouping: Grouping | None) -> None:
     net = Loopback("fp16", WORLD, min_elements=1, grouping=grouping)
-    net.allreduce_many([{name: np.full(shape, 1e30, np.float32) for name, shape in SHAPES.items()}] * WORLD)
+    net.allreduce([{name: np.full(shape, 1e30, np.float32) for name, shape in SHAPES.items()}] * WORLD)
     for local in net.ranks:
         assert all(memory.flat is None for memory in local.memory.values())
         num_elements = sum(TensorSpec(name, shape).size for name, shape in SHAPES.items())

@@ -48,7 +48,7 @@ def ledger_of(plan, world_size):
     last_step = next(step for step in range(100) if main.phase_of(step) == imagined.last_phase(main))
     for step in range(last_step + 1):
         net.ledger.reset()
-        net.allreduce_many([{n: numbers(s, rank, step) for n, s in SHAPES.items()} for rank in range(world_size)])
+        net.allreduce([{n: numbers(s, rank, step) for n, s in SHAPES.items()} for rank in range(world_size)])
     return net.ledger
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress import load
+from hvdcompress import load_plan
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.loopback import Loopback
 from hvdcompress.plan import PlanError, settings_of
@@ -154,7 +154,7 @@ def test_yaml_of_a_plan_makes_no_object(tag: str, tmp_path: Path) -> None:
     for text in (f"{tag} ['{victim}']", f"method: topk\ndensity: {tag} ['{victim}']", f"{tag} x: topk"):
         file.write_text(text)
         with pytest.raises(PlanError):
-            load(file)
+            load_plan(file)
     with pytest.raises(PlanError):
         settings_of([f"density={tag} ['{victim}']"])
     assert not victim.exists()

@@ -47,7 +47,7 @@ def train(method: str, steps: int = STEPS, **settings: Any) -> tuple[float, floa
         for rank in range(WORLD):
             rows = (seed.uniform(seed._key(step, rank), BATCH) * len(x)).astype(int)
             gradients.append(loss_and_gradient(w, x[rows], y[rows])[1])
-        mean = net.allreduce_many(gradients)[0]
+        mean = net.allreduce(gradients)[0]
         rate = 0.1 * min(1, (step + 1) / 20) * (1 - step / steps)
         for name in w:  # if the method applies momentum, the optimizer does not
             own = net.plan.program.main.feedback == "momentum" and w[name].size >= net.plan.min_elements
@@ -81,7 +81,7 @@ def settings_of(id: str) -> dict[str, Any]:
     """Choose a density at which lost residuals show; a higher one for random-k, which does not look at values."""
     if id in SETTINGS:
         return SETTINGS[id]
-    sparse = "density" in hvdcompress.get(id).hyperparameters()
+    sparse = "density" in hvdcompress.get_method(id).hyperparameters()
     return {"density": 0.02 if registry.classes()[id].needs_feedback else 0.2} if sparse else {}
 
 
