@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import hvdcompress
 from tests import ROOT
 from tests.unit.house.pages import PROJECT
 
@@ -17,7 +19,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_actions_are_pinned_by_commit(path) -> None:
+def test_actions_are_pinned_by_commit(path: Path) -> None:
     jobs = yaml.safe_load(path.read_text())["jobs"].values()
     used = [step["uses"] for job in jobs for step in job.get("steps", ()) if "uses" in step]
     assert used and not [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)]
@@ -29,6 +31,12 @@ def test_forms_and_files_of_github_are_yaml() -> None:
     for path in (ROOT / ".github").rglob("*.*"):
         ours = re.findall(r"https://github\.com/[\w-]+/[\w-]+(?=/(?:blob|security))", path.read_text())
         assert set(ours) <= {PROJECT["urls"]["Repository"]}, path
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (hvdcompress.__version__, PROJECT["license"])
+    assert citation["repository-code"] == PROJECT["urls"]["Repository"]
 
 
 def needed_packages() -> set[str]:
