@@ -24,7 +24,7 @@ from hvdcompress.engine.agreement import SharedConfig, Status
 from hvdcompress.engine.arrays import plain_array
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import Op
-from hvdcompress.engine.node_step import Levels, NodeStep, new_step
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
@@ -112,14 +112,13 @@ class Loopback:
         for rank in self.ranks:
             rank.begin_round()
             collectives = networks.of_rank(rank.rank, rank.observers)
-            step = new_step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
+            step = Step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
             step.loss_scale = scale
             step.factor = 1.0 / self.world_size if op == "average" else 1.0
             steps.append(step)
         try:
             for bucket in buckets:
                 self._exchange(bucket, networks, steps, gradients, outs)
-            self._return_results([step for step in steps if isinstance(step, NodeStep)])
             reduced = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
             local_size = self.nodes.local_size if self.nodes else 1
             verify.compare([step.checksums for step in steps], self.ranks[0].steps_done(), local_size)
@@ -157,13 +156,6 @@ class Loopback:
                 step.advance_ready()
         for step in steps:
             step.advance_ready()  # writes the results of methods that use no collective at all
-
-    def _return_results(self, steps: Sequence[NodeStep]) -> None:
-        """With two levels: send the results from their owners to the other ranks."""
-        for step in steps:
-            step.send_results()
-        for step in steps:
-            step.receive_results()
 
     def trigger(self) -> None:
         """Restart the phases of all methods in the next step."""

@@ -358,9 +358,6 @@ class Method:
     variable_length: ClassVar[bool] = False
     """Whether payload lengths may differ between ranks or between steps of a phase. :meth:`num_bytes` is then the upper
     limit."""
-    linear: ClassVar[bool] = True
-    """Whether the result is proportional to the summed payload. A piggybacked payload may then be averaged instead of
-    summed, and the result is the average (see :meth:`piggyback`)."""
     exact: ClassVar[bool] = True
     """Whether all array backends send the same bytes. False if an FFT or a matrix product rounds differently."""
     phases: ClassVar[tuple[str, ...]] = ("compress",)
@@ -457,21 +454,6 @@ class Method:
     def num_positions(self, spec: TensorSpec) -> int:
         """Return the number of positions that the indices of a sparse payload refer to: elements, or frequencies."""
         return spec.size
-
-    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        """Return the length of the payload if the whole exchange is one float32 sum.
-
-        The stock optimizer's own all-reduce can carry such a payload, at no extra cost.
-
-        Args:
-            spec: the tensor.
-            phase: index into :attr:`phases`.
-            state: the method's state.
-
-        Returns:
-            Number of float32 elements; None if the method uses any other collective.
-        """
-        return None
 
     # The exchange, in call order: scan() for each gradient as it arrives, then exchange(), which calls encode() and
     # decode().

@@ -21,7 +21,7 @@ from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import Op
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.node_step import Levels, new_step
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.saving.snapshot import Ages
@@ -273,7 +273,7 @@ class TensorCompressor(compressor.Compressor):
     def _new_step(self, network: Collectives | Levels, agree: Agree) -> Step:
         self.framework.begin()
         undo()  # an optimizer's step has failed, or was interrupted
-        step = new_step(self.rank_state, network, self._terms, agree, self.framework)
+        step = Step(self.rank_state, network, self._terms, agree, self.framework)
         step.unused = set(self._frozen)
         return step
 

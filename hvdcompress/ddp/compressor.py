@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
-from hvdcompress.ddp.shared_memory import NodeTransport, SharedMemory, share_memory
 from hvdcompress.ddp.transport import ProcessGroupTransport, connect
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.node_step import Levels
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.observer import Sent
@@ -113,7 +112,6 @@ class Compressor(TensorCompressor):
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._transport: ProcessGroupTransport | None = None
         self._network: Collectives | Levels | None = None  # the collectives over the transport
-        self._memory: SharedMemory | None = None  # shared by the ranks of this node, in exchanges with two levels
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
         self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None if no bucket is expected
         self._running: Future[None] | None = None  # the step in the Compressor's thread, or the last one
@@ -221,13 +219,7 @@ class Compressor(TensorCompressor):
         if nodes is None:
             self._network = Collectives(transport, observers)
         else:
-            to_owner, between, from_owner = transport.split(nodes)
-            self._memory = share_memory(to_owner) if device.type == "cpu" and not self.framework.force_torch else None
-            inside: list[Any] = [to_owner, from_owner]
-            if self._memory:
-                inside = [NodeTransport(each, self._memory) for each in inside]
-            allocate = self._memory.allocate if self._memory else None
-            self._network = Levels.over(transport, [inside[0], between, inside[1]], observers, allocate)
+            self._network = Levels.over(transport, transport.split(nodes), observers)
         self._transport = transport
 
     def _knows(self, parameter: torch.nn.Parameter) -> bool:
@@ -326,8 +318,6 @@ class Compressor(TensorCompressor):
         assert self._transport is not None
         assert self._network is not None
         self._transport.begin()
-        if self._memory:
-            self._memory.begin()
         self.rank_state.begin_round()
         step = self._step = self._new_step(self._network, Agree.FIRST_AND_LAST)
         step.factor = factor

@@ -299,15 +299,6 @@ class Collectives:
         assert pending.running.out is not None
         return lift(pending.collective, pending.running.out, pending.lengths or (), pending.ops)
 
-    def progress(self, in_flight: Sequence[Any]) -> None:
-        """Let a transport without a thread of its own work on the oldest collective.
-
-        Args:
-            in_flight: exchanges with a collective in flight, oldest first.
-        """
-        if in_flight:
-            self.transport.ready(in_flight[0].pending.running.handle)
-
     def idle(self, pending: Pending) -> None:
         """Let the transport work until the result of ``pending`` may be available, or for a moment."""
         self._timed(self.transport.idle, pending.running.handle)

@@ -62,12 +62,6 @@ class NextStep(NamedTuple):
             return False
         return len(self.bucket.members) == 1
 
-    def carried_elements(self) -> int | None:
-        """Return the payload's number of float32 elements if a stock all-reduce can carry it, otherwise None."""
-        if type(self.method).piggyback is Method.piggyback or len(self.bucket.members) > 1 or self.dtype != "float32":
-            return None
-        return self.method.piggyback(self.bucket.spec, self.phase, self.state.slots if self.state else {})
-
 
 class RankState:
     """The states of all buckets on one rank.
@@ -201,8 +195,13 @@ class RankState:
         for observer in self.observers:
             observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
 
+    def note_committed(self, name: str) -> None:
+        """Report the end of a step of a bucket that was not exchanged on this rank."""
+        for observer in self.observers:
+            observer.committed(self.rank, name, {})
+
     def pass_through(self, bucket: Bucket, like: Array, ops: Ops) -> NextStep:
-        """Register a gradient that the driver's framework reduces itself.
+        """Begin a step of a bucket whose gradient the driver's framework reduces itself.
 
         Args:
             bucket: a bucket whose :class:`NextStep` has ``passes_through``.
@@ -210,23 +209,11 @@ class RankState:
             ops: the array ops of its library.
 
         Returns:
-            The next step, for ``commit.commit_step``.
+            The next step, for :class:`~hvdcompress.engine.commit.PassedThrough`.
         """
         planned = self.next_step(bucket)
         self.note_begun(bucket)
         return planned._replace(state=self.state_of(planned, like, ops))
-
-    def follow(self, bucket: Bucket) -> NextStep:
-        """Register a bucket that another rank of this node exchanges, so that its progress is known here.
-
-        Returns:
-            The next step, for ``commit.commit_step``.
-        """
-        planned = self.next_step(bucket)
-        if bucket.spec.name in self._committed:
-            self.begin_round()
-        self._can_discard = True
-        return planned._replace(state=planned.state or BucketState(bucket, {}))
 
     def memory_of(self, name: str) -> Memory:
         """Return the reused buffers of a bucket."""
@@ -279,6 +266,30 @@ class RankState:
         if state.step % RENEWED == 0:
             arrived[now - arrived > momentum.MAX_WAIT] = stamp_of(state.step + 1 - momentum.MAX_WAIT)
         return Late(bucket, method, indices, ages, ranks), arrived
+
+    def progressed(
+        self,
+        planned: NextStep,
+        before: BucketState,
+        unused: Collection[str],
+        ops: Ops | None = None,
+        index: Array | None = None,
+    ) -> tuple[BucketState, Late | None]:
+        """Return the state after a step of a bucket that was not exchanged on this rank, and what was sent.
+
+        Args:
+            planned: the step.
+            before: the state before it.
+            unused: names of the tensors whose results no rank uses.
+            ops: the array ops of the library of ``index``.
+            index: with two levels, the elements of the result of a sparse method that are not zero.
+        """
+        if self.uncompressed:
+            return before, None
+        late, arrived = self.note_sent(before, planned.method, ops, unused, None if index is None else [index])
+        flushed = self.is_flushed(before, unused)
+        after = replace(before, step=before.step + 1, restart=planned.restart, flushed=flushed, arrived=arrived)
+        return after, late
 
     # -- commit and undo ------------------------------------------------------------------------------------
 

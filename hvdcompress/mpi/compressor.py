@@ -37,7 +37,7 @@ from hvdcompress.engine.agreement import SharedConfig, compare_configs, peer_err
 from hvdcompress.engine.arrays import PLAIN, plain_array  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
 from hvdcompress.engine.compressor import Op  # noqa: E402
-from hvdcompress.engine.node_step import Levels, new_step  # noqa: E402
+from hvdcompress.engine.levels import Levels  # noqa: E402
 from hvdcompress.engine.nodes import Location, find_nodes  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
@@ -142,7 +142,7 @@ class Compressor(compressor.Compressor):
             # Raised here, it would leave the other ranks waiting for the status of this one. step.run() raises it
             # after it has told them
             error = caught
-        step = self._step = new_step(self.rank_state, self._network, tensors.terms, Agree.FIRST_AND_LAST)
+        step = self._step = Step(self.rank_state, self._network, tensors.terms, Agree.FIRST_AND_LAST)
         step.loss_scale = scale
         step.error = error
         step.factor = 1.0 / self.rank_state.world_size if op == "average" else 1.0

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
-from hvdcompress.ddp import shared_memory
 from hvdcompress.engine.fallback import SPREAD, Verdict
 from hvdcompress.local_steps import LocalSteps
 from hvdcompress.loopback import Loopback
@@ -387,32 +386,6 @@ def test_process_group_with_all_other_features(driver):
     pair = dist.new_group([0, 2])
     if driver.rank in (0, 2):
         check_all_features(Part(pair, "group"))
-
-
-GET = shared_memory.SharedMemory.get
-
-
-def refuse(memory, note):
-    """Open no memory of other ranks on the first rank of each node, as in a container of its own."""
-    if dist.get_rank() % 2 == 0 and note.pid != os.getpid():
-        raise PermissionError(note.pid)
-    return GET(memory, note)
-
-
-@pytest.mark.only("two levels")
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_two_levels_with_and_without_shared_memory(driver, is_shared, monkeypatch):
-    monkeypatch.setattr(shared_memory, "SMALL", 1000)
-    monkeypatch.setattr(shared_memory, "FIRST", 4096)
-    monkeypatch.setattr(shared_memory.SharedMemory, "get", GET if is_shared else refuse)
-    shapes = {"a": (300, 400), "b": (7,), "c": (200, 500), "d": (90, 80)}
-    handle = driver.make("topk", {"density": 0.1, "optimizer_momentum": "keep"}, shapes)
-    net = driver.yardstick("topk", {"density": 0.1})
-    for step in range(3):
-        want = net.allreduce(driver.everyone(step, shapes))[driver.rank]
-        assert_close(handle.reduce(driver.gradients(step, shapes)), want, EXACT, f"step {step}")
-    assert (handle.compressor._memory is not None) == is_shared
-    handle.close()
 
 
 @pytest.mark.only("two levels")

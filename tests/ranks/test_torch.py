@@ -164,7 +164,7 @@ def test_default_dtype_does_not_change_results(driver, method, dtype):
 def test_torch_ops_equal_numpy_ops(driver, method, settings):
     """With a method for each collective."""
     exact = hvdcompress.get_method(method).exact  # each library rounds matrix products in its own way
-    numpy, own = (driver.make(method, {"ops": ops, **settings}, SHAPES) for ops in ("auto", "torch"))
+    numpy, own = (driver.make(method, {"backend": ops, **settings}, SHAPES) for ops in ("auto", "torch"))
     for step in range(2):
         want, got = (handle.reduce(driver.gradients(step, SHAPES)) for handle in (numpy, own))
         assert_close(got, want, (1e-6, 1e-6) if exact else (1e-3, 2e-4), f"step {step}")

@@ -187,19 +187,18 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         flat = tf.reshape(tensor, [-1])
         dtype = _graph_dtype(bucket)
         flat = flat if flat.dtype == dtype else tf.cast(flat, dtype)
-        piggyback = self._piggyback(bucket)
         ended = tf.raw_ops.ReadVariableOp(resource=self._counter(bucket.spec.name, traced), dtype=tf.int64)
         segments = self._segments
-        chains: list[tuple[Round, ...]] = [()] if piggyback is not None else self._chains(bucket)
+        chains = self._chains(bucket)
         # With one chain, the first segment also returns the first payload: a segment costs a call into Python
         first = chains[0][:1] if len(chains) == 1 else ()
 
         def begin(gradient: Array, _: Array) -> list[Array]:
-            probe = segments.begin(bucket, gradient, piggyback, traced, self._refuse_other_ordinals(traced))
+            probe = segments.begin(bucket, gradient, traced, self._refuse_other_ordinals(traced))
             return [probe, *(segments.send(bucket, 0, first[0]) if first else ())]
 
         probe, *payload = _segment(begin, [flat, ended], [tf.float32, *(_dtypes(first[0]) if first else ())])
-        probe.set_shape([PROBE + (piggyback or 0)])
+        probe.set_shape([PROBE])
         if first:
             done = self._chain(bucket, payload, chains[0])
         else:
@@ -420,18 +419,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             yield
         finally:
             self._name = None
-
-    def _piggyback(self, bucket: Bucket) -> int | None:
-        """Return the length of a float32 payload that the stock all-reduce can carry; None if it cannot.
-
-        It cannot if the sequence of collectives changes over time (several stages or phases).
-        """
-        (_, method), *more = bucket.program.stages
-        if more or len(method.phases) > 1:
-            return None
-        if self.rank_state.next_step(bucket).dtype != "float32" or _graph_dtype(bucket) != tf.float32:
-            return None
-        return method.piggyback(bucket.spec, 0, {})
 
     def _compare_plans_once(self) -> None:
         """Compare the plans of all ranks, while the first graph is traced.

@@ -24,11 +24,11 @@ import numpy as np
 
 from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import has_headers, lift, lower, received_lengths
-from hvdcompress.engine.commit import Outcome, commit_step
-from hvdcompress.engine.exchange import Exchange, Stage
+from hvdcompress.engine.commit import PassedThrough, commit_step
+from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
 from hvdcompress.engine.setup import Setup
-from hvdcompress.engine.state import NextStep, RankState
+from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Collective
@@ -116,7 +116,6 @@ class Segments:
         self,
         bucket: Bucket,
         gradient: Array,
-        piggyback: int | None,
         traced: Traced,
         refusal: Exception | None = None,
     ) -> Array:
@@ -125,12 +124,11 @@ class Segments:
         Args:
             bucket: the tensor.
             gradient: its gradient, flat.
-            piggyback: the length of the payload, if the stock all-reduce carries it.
             traced: the graph of the gradient.
             refusal: an error with which to refuse the gradient; None if it may be exchanged.
 
         Returns:
-            The input of the stock all-reduce, float32: the payload, if it is carried, and the probe [PROBE].
+            The input of the stock all-reduce: the probe [PROBE] float32.
         """
         with self._lock:
             name = bucket.spec.name
@@ -158,13 +156,10 @@ class Segments:
             except Exception as error:
                 self.errors[name] = error
             failed = float(name in self.errors)
-            stock = pool.empty((piggyback or 0) + PROBE, np.float32)
-            if piggyback is not None:
-                stock[:piggyback] = 0 if failed else exchange.collective.x  # type: ignore[union-attr]
             flags = (float(not finite), float(requests), failed, failed * (rank + 1))
-            stock[-PROBE:] = (1.0 / p, (rank + 1.0) / p**2, *flags)
-            self._sent(name, Sent("AllReduce", stock if piggyback is None else stock[:piggyback], stock.nbytes))
-            return stock
+            probe = np.array([1.0 / p, (rank + 1.0) / p**2, *flags], np.float32)
+            self._sent(name, Sent("AllReduce", probe, probe.nbytes))
+            return probe
 
     def phase(self, bucket: Bucket) -> tuple[int, int]:
         """Return the plan's stage and the method's phase in the current step of a bucket."""
@@ -239,8 +234,6 @@ class Segments:
             passed = [self._pass_on(other) for other in passing]
             exchange = self.exchanges.pop(name, None)
             error = self.errors.pop(name, None)
-            payload = probe[:-PROBE]
-            probe = probe[-PROBE:]
             try:
                 factor = factor_of(probe, self.rank_state.world_size)
                 non_finite, triggered, failed, failed_rank = (value / factor for value in probe[2:])
@@ -253,16 +246,12 @@ class Segments:
                 out = np.full(bucket.spec.size, np.nan, _graph_dtype(bucket))
             else:
                 assert exchange is not None
-                if exchange.stage is Stage.RUNNING:
-                    factor = exchange.resume_carried(payload, factor)
-                # If the payload itself is the reduced gradient, return it without a copy
-                is_payload = exchange.reduced[0].total is payload
-                out = payload if is_payload else pool.empty(bucket.spec.size, _graph_dtype(bucket))
+                out = pool.empty(bucket.spec.size, _graph_dtype(bucket))
                 exchange.outs = [out]
                 finite = non_finite < 0.5
                 if finite:
                     exchange.deliver(factor)
-                commit_step(self.rank_state, [exchange], passed, Outcome(finite, triggered > 0.5), per_bucket=True)
+                commit_step(self.rank_state, [exchange, *passed], finite, triggered > 0.5, per_bucket=True)
                 if finite:
                     self._carried[name] = self._requesting[name]
                     self.rank_state.ledger.steps = max(self.rank_state.ledger.steps, self.rank_state.states[name].step)
@@ -274,10 +263,10 @@ class Segments:
         waiting = list(self.exchanges.values())
         return waiting[0].describe_wait(len(waiting)) if waiting else None
 
-    def _pass_on(self, bucket: Bucket) -> NextStep:
+    def _pass_on(self, bucket: Bucket) -> PassedThrough:
         """Tell the engine that the stock all-reduce reduces a bucket."""
         self._sent(bucket.spec.name, Sent("AllReduce", None, 4 * bucket.spec.size))
-        return self.rank_state.pass_through(bucket, _EMPTY, fast)
+        return PassedThrough(self.rank_state, self.rank_state.pass_through(bucket, _EMPTY, fast))
 
     def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
         """Raise the failure, if there is one, as soon as no rank waits for another one.

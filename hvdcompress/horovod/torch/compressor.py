@@ -25,9 +25,8 @@ from hvdcompress._torch.compressor import TensorCompressor, named
 from hvdcompress.engine.agreement import PeerError, SharedConfig, compare_configs, factor_of
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import is_elastic, next_compressor_number, process_set_changed
-from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.intake import SMALL
-from hvdcompress.engine.node_step import Levels
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.state import RankState
@@ -36,7 +35,6 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.torch.transport import HorovodTransport
 from hvdcompress.method import Method
-from hvdcompress.ops.torch.tensors import uploaded
 from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
 from hvdcompress.settings import Settings
 
@@ -63,16 +61,14 @@ class GradientContext:
     Attributes:
         gradient: the gradient, in the parameter's ``.grad``.
         name: the name of its parameter; empty until it is known.
-        carried: the exchange whose payload the stock all-reduce carries, next to the probe; None if there is none.
         passed: whether the stock all-reduce reduces the gradient itself.
     """
 
-    __slots__ = ("carried", "gradient", "name", "passed")
+    __slots__ = ("gradient", "name", "passed")
 
     def __init__(self, gradient: torch.Tensor):
         self.gradient = gradient
         self.name = ""
-        self.carried: Exchange | None = None
         self.passed = False
 
 
@@ -121,7 +117,7 @@ class Arrivals:
         passing: contexts of the gradients that the stock all-reduce reduces, until the engine is told about them.
         order: parameter names in the order in which their gradients arrived.
         outstanding: names of the gradients for which ``decompress`` has not been called yet.
-        probes: input for stock all-reduces that carry no payload.
+        probes: inputs for stock all-reduces.
         launched: whether every exchange is in flight, which is the case from the first ``decompress`` on.
         clock: measures the time of the step.
     """
@@ -424,7 +420,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             arrivals.passing.append(ctx)
             return
         vector = self.framework.vector(arrivals.step, bucket, ctx.gradient)
-        ctx.carried = arrivals.step.add(bucket, [index], [vector], may_carry=self._plans_compared)
+        arrivals.step.add(bucket, [index], [vector])
 
     def _passes_through(self, bucket: Bucket) -> bool:
         """Return whether the stock all-reduce reduces the gradient itself. It knows nothing of two levels."""
@@ -470,10 +466,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             if output.data_ptr() != ctx.gradient.data_ptr():
                 ctx.gradient.detach().copy_(output)
         elif step.factor is None:
-            step.factor = factor_of(output[-2:].tolist(), self.rank_state.world_size)
+            step.factor = factor_of(output.tolist(), self.rank_state.world_size)
         with step.defer_errors:
-            if ctx.carried and step.factor:
-                step.receive_carried(ctx.carried, self.framework.flat(output[:-2]))
             step.poll()
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -521,28 +515,16 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _stock_input(self, ctx: GradientContext, step: Step, probes: Iterator[torch.Tensor]) -> torch.Tensor:
         """Return the tensor that Horovod all-reduces for a gradient.
 
-        It is the probe [1/p, (rank+1)/p²], with p ranks, whose reduction shows the operation. If the stock all-reduce
-        carries a payload, the probe follows it. If it carries the gradient itself, no probe is needed.
+        It is the probe [1/p, (rank+1)/p²], with p ranks, whose reduction shows the operation; or the gradient itself,
+        if its method changes nothing. A rank that has failed sends the same as the others.
         """
-        failed = step.error and self._plans_compared and ctx.name and not ctx.carried
-        bucket = self._bucket_and_index[ctx.name][0] if failed else None
-        planned = self.rank_state.next_step(bucket) if bucket else None
-        if ctx.passed or (bucket and self._passes_through(bucket)):
+        failed = step.error and self._plans_compared and ctx.name
+        if ctx.passed or (failed and self._passes_through(self._bucket_and_index[ctx.name][0])):
             ctx.passed = True
-            payload = ctx.gradient
             stock = ctx.gradient.contiguous()
         else:
-            payload = None
-            if ctx.carried:
-                x = ctx.carried.collective.x  # type: ignore[union-attr]
-                payload = torch.as_tensor(x, device=ctx.gradient.device)
-            elif (
-                planned
-            ):  # this rank has failed, but the others may carry their payloads: send zeros of the same length
-                length = None if self.rank_state.nodes else planned.carried_elements()
-                where = ctx.gradient.device
-                payload = None if length is None else torch.zeros(length, dtype=torch.float32, device=where)
-            stock = next(probes) if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
+            stock = next(probes)
+        payload = ctx.gradient if ctx.passed else None
         for observer in self.rank_state.observers:
             observer.sent(self.rank_state.rank, ctx.name, Sent("AllReduce", payload, stock.nbytes))
         return stock

@@ -240,15 +240,6 @@ def test_number_of_bytes(world_size: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings,expected",
-    [({}, [72, None, 6]), ({"values": "fp16"}, [72, None, None]), ({"dense_values": "qsgd4"}, [None, None, 6])],
-)
-def test_piggyback_where_one_float32_all_reduce_suffices(settings: dict[str, str], expected: list[int | None]) -> None:
-    method = hvdcompress.get_method("gradiveq", **PAPER, **settings)
-    assert [method.piggyback(SPEC, phase, {"rank": np.array([2], np.int32)}) for phase in range(3)] == expected
-
-
-@pytest.mark.parametrize(
     "shape,hwio,oihw",
     [
         ((16, 16, 3, 3), 768, 576),  # the paper's

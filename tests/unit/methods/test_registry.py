@@ -66,7 +66,6 @@ def test_every_file_in_methods_is_a_method_and_its_name_the_id() -> None:
         ("topk", {"beta": 0.1}, ["no effect", "feedback 'lowpass'"]),
         ("dgc", {"sample": 0.5}, ["no effect", "select 'sampled'"]),
         ("redsync", {"interval": 9, "select": "trimmed"}, ["no effect", "'search' or 'paper'"]),
-        ("gradiveq", {"lam": 0.5, "matrix_rank": 3}, ["no effect"]),
         *(
             ("gradiveq", given, [])
             for given in (

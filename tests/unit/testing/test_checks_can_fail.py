@@ -133,7 +133,10 @@ def divide_by_float32_norm(exchange: Any) -> Any:
 
 def write_in_memory_order(allreduce: Any) -> Any:
     def mutant(self: Loopback, arrays: Any, *rest: Any, **more: Any) -> Any:
-        pairs = zip(allreduce(self, arrays, *rest, **more), arrays, strict=True)
+        results = allreduce(self, arrays, *rest, **more)
+        if isinstance(arrays[0], dict):
+            return results
+        pairs = zip(results, arrays, strict=True)
         return [o.ravel().reshape(o.shape, order="C" if g.flags.c_contiguous else "F") for o, g in pairs]
 
     return mutant
