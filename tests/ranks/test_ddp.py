@@ -425,7 +425,7 @@ def test_ddp_inside_nodes_and_local_steps_between_them(driver):
     net = Net(shapes)
     model = DistributedDataParallel(net, process_group=here)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with LocalSteps(net, optimizer, every=3, outer=None, process_group=across) as local:
+    with LocalSteps(net, optimizer, every=3, method="none", outer=None, process_group=across) as local:
         for step in range(3):
             backward(model, driver.gradients(step, shapes))
             optimizer.step()

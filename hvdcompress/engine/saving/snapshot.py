@@ -1,7 +1,8 @@
 """Conversion of a rank's state to plain data and back, by tensor, so that it survives a different bucketing.
 
 A saved state is a dict with ``format``, ``plan``, ``world``, ``rank``, ``made_by`` (``origin.py``), ``fallback`` (the
-decision), ``metrics`` {metric: [least, greatest]}, with two levels ``nodes`` (:func:`layout`), and four tables by
+decision), ``metrics`` {metric: [least, greatest]}, with two levels ``nodes`` (:func:`layout`), ``resharded`` if
+:func:`reshard` made it, ``kind`` if it is not of a Compressor alone (``local_steps/state.py``), and four tables by
 tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, triggers that took effect, step of the last]}, ``merge``
 {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. The slots include ``BucketState.arrived``.
 """
@@ -342,6 +343,6 @@ def reshard(saved: Sequence[Saved], world_size: int, nodes: Nodes | None = None)
                 else example["state"][name][slot]
                 for slot, how in slots.items()
             }
-    common = {**first, "world": world_size, "merge": merge, "state": state}
+    common = {**first, "world": world_size, "merge": merge, "state": state, "resharded": True}
     common["nodes"] = layout(nodes, {}) if nodes else None
     return [{**common, "rank": rank} for rank in range(world_size)]
