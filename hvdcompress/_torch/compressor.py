@@ -244,11 +244,6 @@ class TensorCompressor(compressor.Compressor):
         except ValueError:
             self.buckets, self._bucket_and_index, self.local.placement = before
             raise
-        if self.local.rank == 0 and saved["plan"].get("without_beta1"):
-            log.warn_once(
-                "an earlier version has set beta1 of Adam to 0 in the saved training. If the optimizer is loaded with "
-                "that, set beta1 again, because its momentum is adapted now"
-            )
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:
             log.warn_once(f"the saved state does not contain {log.first_names(new)}: their residuals start at zero")

@@ -145,7 +145,7 @@ class Compressor(ABC):
     def load(self, folder: str | Path) -> None:
         """Load this rank's state from ``folder``. States of a different number of ranks are re-sharded.
 
-        The newest step that all ranks have saved is loaded. A warning names newer files that are incomplete or damaged.
+        The newest step that all ranks have saved is loaded. A warning names the missing files of newer steps.
 
         Raises:
             FileNotFoundError: the folder has no complete set of saved states.

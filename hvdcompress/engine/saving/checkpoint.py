@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -236,49 +236,13 @@ def _files(folder: str | Path) -> list[_File]:
     return [_File(path, *map(int, parts.groups())) for path in paths if (parts := _NAME.fullmatch(path.name))]
 
 
-class _Set:
-    """The files of one step and one number of ranks.
-
-    Attributes:
-        kind: the kind of state.
-        wrong: why the set cannot be loaded; empty if it can.
-        is_damaged: whether something else is wrong than that files of some ranks are missing.
-        order: sort key; newer sets have greater keys.
-    """
-
-    def __init__(self, files: Sequence[_File], local_only: bool):
-        self.files = {file.rank: file.path for file in files}
-        _, self.step, _, self.world_size = files[0]
-        self.kind = GRADIENTS
-        wrong = []
-        times = [0]
-        for file in files:
-            try:
-                head, saved_at = _head(file.path)
-            except ValueError as error:
-                wrong.append(str(error))
-                continue
-            times.append(saved_at)
-            self.kind = head.get("kind", GRADIENTS)
-            if (head["rank"], head["world"]) != (file.rank, file.world_size):
-                wrong.append(f"{file.path} contains the state of rank {head['rank']} of {head['world']}")
-        self.order = max(times), self.step
-        self.is_damaged = bool(wrong)
-        lacking = list(itertools.islice((rank for rank in range(self.world_size) if rank not in self.files), 8))
-        if lacking and not local_only:
-            names = ", ".join(path_of("", rank, self.world_size, self.step).name for rank in lacking)
-            folder = files[0].path.parent
-            wrong.append(f"{folder} lacks {names}; the residuals of all {self.world_size} ranks are needed")
-        self.wrong = "; ".join(wrong)
-
-
 def load(
     folder: str | Path, rank: int, world_size: int, nodes: Nodes | None = None, kind: str = GRADIENTS
 ) -> dict[str, Any]:
     """Load the state of one rank from the newest complete set in a folder, re-sharded if necessary.
 
-    A warning names the problems of newer sets that are incomplete or damaged. A folder that contains only files of this
-    rank counts as complete: it may be on a local disk that other ranks do not see.
+    A warning names newer sets that are incomplete. A folder that contains only files of this rank counts as complete:
+    it may be on a local disk that other ranks do not see.
 
     Args:
         folder: the folder.
@@ -290,29 +254,31 @@ def load(
     Raises:
         NoState: the folder has no saved state, or one of another kind.
         FileNotFoundError: it has no set of all ranks.
-        ValueError: all sets are damaged, or of an unknown format.
+        ValueError: a file is damaged, or of an unknown format; the message names it.
     """
-    files = _files(folder)
-    if not files:
+    sets: dict[tuple[int, int], dict[int, Path]] = {}
+    for file in _files(folder):
+        sets.setdefault((file.step, file.world_size), {})[file.rank] = file.path
+    if not sets:
         raise NoState(f"no saved state in {folder}: expected step-*-rank-*-of-{world_size}.safetensors")
-    local_only = all((file.rank, file.world_size) == (rank, world_size) for file in files)
-    groups: dict[tuple[int, int], list[_File]] = {}
-    for file in files:
-        groups.setdefault((file.step, file.world_size), []).append(file)
-    sets = sorted((_Set(group, local_only) for group in groups.values()), key=lambda one: one.order, reverse=True)
-    newer = list(itertools.takewhile(lambda one: one.wrong, sets))
-    wrong = "; ".join(one.wrong for one in newer)
-    if len(newer) == len(sets):
-        raise (ValueError if any(one.is_damaged for one in sets) else FileNotFoundError)(wrong)
-    good = sets[len(newer)]
+    local_only = all((list(paths), before) == ([rank], world_size) for (_, before), paths in sets.items())
+    wrong = []
+    for step, before in sorted(sets, key=lambda one: (_head(min(sets[one].values()))[1], one), reverse=True):
+        paths = sets[step, before]
+        lacking = itertools.islice((each for each in range(before) if each not in paths), 8)
+        names = ", ".join(path_of("", each, before, step).name for each in lacking)
+        if local_only or not names:
+            break
+        wrong.append(f"{folder} lacks {names}; the residuals of all {before} ranks are needed")
+    else:
+        raise FileNotFoundError("; ".join(wrong))
     if wrong:
-        warnings.warn(f"{wrong}; loading the earlier state of step {good.step} instead", stacklevel=2)
-    if good.kind != kind:
-        raise NoState(f"the state in {folder} is of {good.kind}, not of {kind}")
-    if good.world_size == world_size:
-        own = read(good.files[rank])
-        if snapshot.nodes_of(own) == nodes:
-            return own
+        warnings.warn(f"{'; '.join(wrong)}; loading the earlier state of step {step} instead", stacklevel=2)
+    saved = read(paths[rank if before == world_size else 0])
+    if (found := saved.get("kind", GRADIENTS)) != kind:
+        raise NoState(f"the state in {folder} is of {found}, not of {kind}")
+    if before == world_size and snapshot.nodes_of(saved) == nodes:
+        return saved
     if local_only:
         raise ValueError(f"{folder} has the state of rank {rank} alone, and it is of other nodes: all ranks are needed")
-    return snapshot.reshard([read(good.files[old]) for old in range(good.world_size)], world_size, nodes)[rank]
+    return snapshot.reshard([read(paths[each]) for each in range(before)], world_size, nodes)[rank]
