@@ -117,6 +117,9 @@ class Compressor(ABC):
 
         Its key ``made_by`` has the driver and the versions of the packages in use.
         """
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         return self.local.state_dict()
 
     @abstractmethod
@@ -140,7 +143,7 @@ class Compressor(ABC):
         Raises:
             OSError: writing failed, for example because the disk is full. Earlier files are unchanged.
         """
-        return checkpoint.save(self.state_dict(), folder)
+        return checkpoint.save(self._state(), folder)
 
     def load(self, folder: str | Path) -> None:
         """Load this rank's state from ``folder``. States of a different number of ranks are re-sharded.

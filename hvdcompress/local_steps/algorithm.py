@@ -322,8 +322,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
     def _find_changes(self) -> bool:
         """Return whether some rank's parameters were changed by the program; collective."""
         with self.fragments[0].compressor.watchdog.rendezvous("every rank's exchange"):
-            flag = torch.tensor([self._changed], dtype=torch.uint8, device=self._device)
-            changed = bool(self._network.largest(flag))
+            changed = bool(self._network.largest(torch.tensor([self._changed], device=self._device).byte()))
         if changed and self._network.rank == 0:
             log.LOGGER.warning(
                 "step %d: the program has changed the weights of some rank after local.step(), such as by loading "
@@ -359,8 +358,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
 
     def _exchange(self, fragment: Fragment, compressed: bool) -> None:
         """Exchange a fragment; runs in the thread."""
-        mode = contextlib.nullcontext() if compressed else fragment.compressor.paused()
-        with mode, torch.cuda.stream(self._stream):
+        with contextlib.nullcontext() if compressed else fragment.compressor.paused(), torch.cuda.stream(self._stream):
             fragment.compressor._allreduce(fragment.gradients)
             if self._stream:
                 self._stream.synchronize()
@@ -379,13 +377,17 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: steps, model, both optimizers, anchors, residuals, and exchanges in flight.
+        """Return this rank's state as bytes, ``{"rank-3-of-4": …}``, as a Compressor does.
 
-        It waits for exchanges in flight, and contains their results. Ranks differ, so save one file per rank.
+        It has steps, model, both optimizers, anchors, residuals, and the results of exchanges in flight, for which it
+        waits.
 
         Raises:
             TypeError: an optimizer has a value that :meth:`load` would refuse, because it could run code.
         """
+        return files.by_rank(self._state())
+
+    def _state(self) -> dict[str, Any]:
         for fragment in self.fragments:
             if fragment.pending:
                 fragment.pending.result()
@@ -399,7 +401,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
                 for each in self.fragments
             ],
         }
-        return state.joined(own, [compressor.state_dict() for compressor in self.compressors])
+        return state.joined(own, [compressor._state() for compressor in self.compressors])
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -409,6 +411,9 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         Raises:
             ValueError: the state belongs to another rank, number of ranks, or model, or was saved by a Compressor.
         """
+        ranks = self.compressors[0].local
+        if "format" not in saved:
+            saved = files.of_rank(saved, ranks.rank, ranks.world_size, ranks.nodes)
         own = state.own_of(saved)
         for fragment, head, before in zip(self.fragments, saved["fragments"], own["fragments"], strict=True):
             fragment.compressor.load_state_dict(state.of_fragment(saved, head, fragment.anchors))
@@ -441,7 +446,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
             OSError: writing failed, for example because the disk is full. Earlier files are unchanged.
             TypeError: as for :meth:`state_dict`.
         """
-        return files.save(self.state_dict(), folder)
+        return files.save(self._state(), folder)
 
     def load(self, folder: str | Path) -> None:
         """Restore the newest state that all ranks have saved in a folder. Call it on every rank.

@@ -67,8 +67,7 @@ class HorovodNetwork:
         import horovod.torch as hvd
 
         # Horovod cannot reduce bytes
-        name = f"hvdcompress.local_steps.{data.numel()}"
-        return hvd.allreduce(data.int(), op=hvd.Max, name=name, process_set=self._set).byte()
+        return hvd.allreduce(data.int(), op=hvd.Max, name="hvdcompress.local_steps", process_set=self._set).byte()
 
 
 Network = TorchNetwork | HorovodNetwork

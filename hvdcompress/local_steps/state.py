@@ -19,8 +19,6 @@ from hvdcompress.engine.saving import snapshot
 
 KIND = "local steps"  #: of the saved states
 OWN = "hvdcompress.local_steps"  #: name of the entry, among the names of tensors
-PER_FRAGMENT = ("fallback", "metrics")  #: keys of a Compressor's state that differ between fragments
-PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def joined(own: Mapping[str, Any], compressors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -33,7 +31,7 @@ def joined(own: Mapping[str, Any], compressors: Sequence[Mapping[str, Any]]) -> 
     data = io.BytesIO()
     torch.save(own, data)
     saved = {**compressors[0], "kind": KIND}
-    saved["fragments"] = [{key: each[key] for key in PER_FRAGMENT} for each in compressors]
+    saved["fragments"] = [{"fallback": each["fallback"], "metrics": each["metrics"]} for each in compressors]
     for table in snapshot.TABLES:
         saved[table] = {name: entry for each in compressors for name, entry in each[table].items()}
     if "nodes" in saved:
@@ -53,8 +51,8 @@ def own_of(saved: Mapping[str, Any]) -> dict[str, Any]:
     """
     if saved.get("kind") != KIND:
         raise ValueError("the state was saved by a Compressor, not by LocalSteps")
-    data = np.asarray(saved["state"][OWN]["bytes"]).tobytes()
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    data = io.BytesIO(saved["state"][OWN]["bytes"].tobytes())
+    return torch.load(data, map_location="cpu", weights_only=True)
 
 
 def of_fragment(saved: Mapping[str, Any], head: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -85,6 +83,6 @@ def plain(value: Any, key: str) -> Any:
         return type(value)([plain(each, f"{key}[{number}]") for number, each in enumerate(value)])
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    if not isinstance(value, torch.Tensor | torch.dtype | torch.device) and type(value) not in PLAIN:
+    if not isinstance(value, torch.Tensor | torch.dtype | torch.device | int | float | complex | str | bytes | None):
         raise TypeError(f"{key} is {value!r:.60}, of {type(value)}: it cannot be saved; give a number, text or tensor")
     return value

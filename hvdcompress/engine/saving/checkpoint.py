@@ -34,6 +34,7 @@ from hvdcompress.engine.saving import snapshot
 METADATA = "hvdcompress"  #: metadata key of everything that is no array: plan, steps, number of ranks, …
 KEPT = 2  #: files that a rank keeps, so that one set is complete while the next one is being written
 GRADIENTS = "gradients"  #: the kind of state that a Compressor saves
+KEY = re.compile(r"rank-\d+-of-\d+")  #: keys of :func:`by_rank`
 _TIME = "hvdcompress.time"  # metadata key of the time of saving in ns; copying a file changes its own time
 _SEPARATOR = "\n"  # between the names of a tensor and of a slot; slot names have no line break
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)-of-(\d+)\.safetensors")

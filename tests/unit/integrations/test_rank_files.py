@@ -62,7 +62,8 @@ def test_states_of_other_kinds_of_runs(compressor: ddp.Compressor, tmp_path: Pat
             rank_files.load(saves, tmp_path)
             with pytest.warns(UserWarning, match=r"of (gradients|local steps), not of.*residuals start at zero"):
                 rank_files.load(loads, tmp_path)
-        checkpoint.save({**local.state_dict(), "world": 2}, tmp_path / "two")
+        saved = checkpoint.from_bytes(*local.state_dict().values())
+        checkpoint.save({**saved, "world": 2}, tmp_path / "two")
         with pytest.raises(FileNotFoundError, match="all 2 ranks"):
             rank_files.load(local, tmp_path / "two")
 
