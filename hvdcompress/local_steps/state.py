@@ -51,8 +51,7 @@ def own_of(saved: Mapping[str, Any]) -> dict[str, Any]:
     """
     if saved.get("kind") != KIND:
         raise ValueError("the state was saved by a Compressor, not by LocalSteps")
-    data = io.BytesIO(saved["state"][OWN]["bytes"].tobytes())
-    return torch.load(data, map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(saved["state"][OWN]["bytes"].tobytes()), map_location="cpu", weights_only=True)
 
 
 def of_fragment(saved: Mapping[str, Any], head: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -83,6 +82,7 @@ def plain(value: Any, key: str) -> Any:
         return type(value)([plain(each, f"{key}[{number}]") for number, each in enumerate(value)])
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    if not isinstance(value, torch.Tensor | torch.dtype | torch.device | int | float | complex | str | bytes | None):
+    is_plain = type(value) in (bool, int, float, complex, str, bytes, type(None))
+    if not is_plain and not isinstance(value, torch.Tensor | torch.dtype | torch.device):
         raise TypeError(f"{key} is {value!r:.60}, of {type(value)}: it cannot be saved; give a number, text or tensor")
     return value
