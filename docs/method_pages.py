@@ -52,7 +52,7 @@ def variables(cls: type[Method]) -> dict[str, Any]:
     title, *rest = markdown(docstring(cls)).split("\n\n")
     name, _, about = title.replace("\n", " ").partition(": ")
     known = re.sub(r"\W", "", name).lower() == cls.id or f"({cls.id})" in name.lower()
-    method = hvdcompress.get(cls.id)
+    method = hvdcompress.get_method(cls.id)
     shared = {field.name for field in fields(Method)}
     own = {field.name: field.default for field in fields(cls) if field.name not in shared - {"feedback"}}
     return {

@@ -42,7 +42,7 @@ trainer = Trainer(
     max_epochs=20,
     accelerator="cpu",
     devices=2,
-    strategy=CompressedDDP("scalecom", {"density": 0.01}),
+    strategy=CompressedDDP("scalecom", density=0.01),
     callbacks=[ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=10, save_top_k=-1)],
     logger=False,
     enable_progress_bar=False,

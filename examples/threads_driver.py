@@ -67,19 +67,19 @@ class Compressor(compressor.Compressor):
 
     def __init__(self, method, transport, **settings):
         super().__init__(plan_of(method, watchdog=False, **settings), transport.rank, transport.world_size)
-        self.collectives = Collectives(transport, self.local.observers)
+        self.collectives = Collectives(transport, self.rank_state.observers)
         self.step = None
 
     def average(self, gradients):
         """Replace named float32 arrays with their compressed averages over all ranks."""
         specs = [TensorSpec(name, array.shape) for name, array in gradients.items()]
         config = SharedConfig(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
-        self.local.begin_round()
-        self.step = Step(self.local, self.collectives, config, Agree.FIRST_AND_LAST)
-        self.step.factor = 1.0 / self.local.world_size
+        self.rank_state.begin_round()
+        self.step = Step(self.rank_state, self.collectives, config, Agree.FIRST_AND_LAST)
+        self.step.factor = 1.0 / self.rank_state.world_size
         try:
             self.step.send_status()
-            for bucket in self.plan.buckets(specs, IN_ORDER, self.local.ages()):
+            for bucket in self.plan.buckets(specs, IN_ORDER, self.rank_state.ages()):
                 vectors = [gradients[member.name].reshape(-1) for member in bucket.members]
                 self.step.add(bucket, range(len(vectors)), vectors)
             self.step.finish()
@@ -91,13 +91,13 @@ class Compressor(compressor.Compressor):
             self.step = None
 
     def residual(self, name):
-        state, index = self.local.find(name)
+        state, index = self.rank_state.find(name)
         shape = state.bucket.members[index].shape
-        residual = self.local.residual(name)
+        residual = self.rank_state.residual(name)
         return np.zeros(shape, np.float32) if residual is None else residual.reshape(shape).copy()
 
     def load_state_dict(self, saved):
-        self.local.load_state_dict(saved)
+        self.rank_state.load_state_dict(saved)
 
     def _waits_for(self):
         return self.step and self.step.waits_for()

@@ -9,17 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvdcompress.plan import Plan, load
-    from hvdcompress.registry import available, get
+    from hvdcompress.plan import Plan, load_plan
+    from hvdcompress.registry import available, get_method
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "available", "get", "load", "__version__"]
+__all__ = ["Plan", "__version__", "available", "get_method", "load_plan"]
 
 _MODULE_OF = {
     "Plan": "plan",
     "available": "registry",
-    "get": "registry",
-    "load": "plan",
+    "get_method": "registry",
+    "load_plan": "plan",
 }
 
 

@@ -4,7 +4,7 @@
     fully_shard(model, mesh=mesh["shard"])                         # layers first, as always
     from hvdcompress import fsdp
 
-    fsdp.attach(model, "scalecom", replicas=mesh["replicate"], density=0.01)
+    fsdp.attach(model, replicas="scalecom", mesh=mesh["replicate"], density=0.01)
 
 ``fully_shard`` over the shard dimension reduces gradients within each replica, with a dense reduce-scatter. Afterwards
 a rank has one flat gradient vector for each module that was given to ``fully_shard``. FSDP passes this vector to an
@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
+from hvdcompress.settings import DriverSettings, Settings
 
 __all__ = ["Compressor", "attach"]
 
@@ -61,12 +62,12 @@ class Compressor(TensorCompressor):
     """Compresses the gradients of one shard between replicas; made by :func:`attach`.
 
     Args:
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
         shard: the part of the model that this rank holds.
         replicas: the process group of the ranks that hold the same shard.
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it, such as
             ``scaler.get_scale``.
-        ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
+        backend: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys.
 
     Attributes:
@@ -79,7 +80,7 @@ class Compressor(TensorCompressor):
     """
 
     driver = "FSDP"
-    no_fallback_reason = ONE_STEP_PER_MODULE
+    _no_fallback_reason = ONE_STEP_PER_MODULE
     grouping = IN_ORDER
 
     def __init__(
@@ -89,8 +90,8 @@ class Compressor(TensorCompressor):
         replicas: Any,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
-        ops: str = "auto",
-        **settings: Any,
+        backend: str = "auto",
+        **settings: Unpack[Settings],
     ):
         plan = plan_of(method, **{"bucket_elements": 0, **settings})
         if plan.verify_every:
@@ -101,12 +102,14 @@ class Compressor(TensorCompressor):
             raise ValueError(f"bucket_elements must be 0: {ONE_STEP_PER_MODULE}")
         rank = dist.get_rank(replicas)
         world_size = dist.get_world_size(replicas)
-        super().__init__(plan, rank, world_size, shard.vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
+        super().__init__(plan, rank, world_size, shard.vectors.items(), loss_scale, backend)  # type: ignore[arg-type]
         self.shard = shard
         self._parent = replicas
         self._transport: ProcessGroupTransport | None = None
         self._step: Step | None = None  # the open step; None between steps
-        self._waiting: dict[str, torch.Tensor] = {}  # by module: sums of gradients that are accumulated, not reduced
+        self._accumulated: dict[
+            str, torch.Tensor
+        ] = {}  # by module: sums of gradients that are accumulated, not reduced
         self._trained = {id(parameter) for members in shard.parameters.values() for parameter in members}
 
     def _parts(self, name: str) -> Iterable[tuple[torch.nn.Parameter, int, int]]:
@@ -115,14 +118,14 @@ class Compressor(TensorCompressor):
             yield parameter, start, start + parameter.to_local().numel()  # type: ignore[attr-defined]
             start += _elements(parameter)
 
-    def waiting(self, optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
-        """Return what has waited of each parameter of an optimizer; see :meth:`TensorCompressor.waiting`.
+    def _waiting(self, optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
+        """Return what has waited of each parameter of an optimizer; see :meth:`TensorCompressor._waiting`.
 
         A training step has one engine step per module. The optimizer's step marks its end.
         """
         if trains(optimizer, self._trained):
-            self.local.end_round()
-        return super().waiting(optimizer)
+            self.rank_state.end_round()
+        return super()._waiting(optimizer)
 
     def close(self) -> None:
         """Free the Compressor's process group. Call it between steps."""
@@ -164,7 +167,7 @@ class Compressor(TensorCompressor):
         return Path(folder) / f"shard-{self.shard.number}-of-{self.shard.num_shards}"
 
     @torch.no_grad()
-    def receive(self, module: Any, name: str, gradient: torch.Tensor) -> None:
+    def _receive(self, module: Any, name: str, gradient: torch.Tensor) -> None:
         """All-reduce hook: average a module's gradient vector, or keep it for the next backward pass.
 
         FSDP calls the hook also after ``set_requires_all_reduce(False)``, and would then lose the vector. So it is
@@ -176,16 +179,16 @@ class Compressor(TensorCompressor):
             gradient: its gradient vector [n] on this rank; overwritten with the average over replicas.
         """
         if not all(group.all_reduce_grads for group in _groups(module)):
-            before = self._waiting.get(name)
-            self._waiting[name] = gradient.clone() if before is None else before.add_(gradient)
+            before = self._accumulated.get(name)
+            self._accumulated[name] = gradient.clone() if before is None else before.add_(gradient)
             gradient.zero_()
             return
-        if name in self._waiting:
-            gradient.add_(self._waiting.pop(name))
-        self.reduce(name, gradient)
+        if name in self._accumulated:
+            gradient.add_(self._accumulated.pop(name))
+        self._reduce(name, gradient)
 
     @torch.no_grad()
-    def reduce(self, name: str, gradient: torch.Tensor) -> None:
+    def _reduce(self, name: str, gradient: torch.Tensor) -> None:
         """Average a module's gradient vector over the replicas, in place.
 
         Args:
@@ -200,10 +203,10 @@ class Compressor(TensorCompressor):
             self._transport = connect(self._parent, gradient.device, self.watchdog)
         transport = self._transport
         transport.begin()
-        step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
-        step.factor = 1.0 / self.local.world_size
+        network = Collectives(transport, self.rank_state.observers)
+        step = self._step = self._new_step(network, self._terms, Agree.FIRST_AND_LAST)
+        step.factor = 1.0 / self.rank_state.world_size
         with step.defer_errors:
-            step.loss_scale = self.current_loss_scale()
             if len(gradient) != len(self.parameters[name]):
                 raise ValueError(
                     f"{name}: only {len(gradient)} of {len(self.parameters[name])} elements have a gradient; under "
@@ -212,18 +215,24 @@ class Compressor(TensorCompressor):
         bucket, index = self._bucket_and_index[name]
         # FSDP adds the result to the gradients of earlier backward passes, which the optimizer has not used
         adds = any(parameter.grad is not None for parameter in self.shard.parameters[name])
-        earlier = self.local.late.get(name) if adds else None
+        earlier = self.rank_state.late.get(name) if adds else None
         try:
             step.run(lambda: step.add(bucket, [index], [self.framework.vector(step, bucket, gradient)]))
         finally:
             self._step = None
         self.ledger.steps += step.finite
-        if earlier and not earlier.used and name in self.local.late:
-            self.local.late[name].absorb(earlier)
+        if earlier and not earlier.used and name in self.rank_state.late:
+            self.rank_state.late[name].absorb(earlier)
 
 
 def attach(
-    model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any], *, replicas: Any, **settings: Any
+    model: torch.nn.Module,
+    gradients: str | Method | Plan | Mapping[str, Any] | None = None,
+    parameters: str | None = None,
+    replicas: str | Method | Plan | Mapping[str, Any] | None = None,
+    *,
+    mesh: Any = None,
+    **settings: Unpack[DriverSettings],
 ) -> Compressor:
     """Compress the gradients that the replicas of a sharded model exchange.
 
@@ -232,17 +241,29 @@ def attach(
 
     Args:
         model: an ``FSDPModule``, sharded only over the ranks of its replica.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. The plan's rules
-            match the names of the modules that were given to ``fully_shard``.
-        replicas: the ranks that hold the same shard: a one-dimensional device mesh, or a process group.
-        settings: ``loss_scale``, ``ops``, hyper-parameters and plan keys; see :class:`Compressor`.
+        gradients: not available yet: a method for the reduce-scatter of the gradients between shards.
+        parameters: not available yet: a format for the all-gather of the parameters between shards.
+        replicas: the method for the all-reduce between replicas: a method id with hyper-parameters in ``settings``, a
+            Method, a Plan, a plan's dict, or its YAML file. The plan's rules match the names of the modules that were
+            given to ``fully_shard``.
+        mesh: the ranks that hold the same shard: a one-dimensional device mesh, or a process group.
+        settings: ``loss_scale``, ``backend``, hyper-parameters and plan keys; see :class:`Compressor`.
 
     Returns:
         The Compressor.
 
     Raises:
-        ValueError: the model is not sharded, or is sharded over more than one dimension; the plan is wrong.
+        ValueError: the model is not sharded, or is sharded over more than one dimension; the plan is wrong; ``mesh`` or
+            ``replicas`` is missing.
+        NotImplementedError: ``gradients`` or ``parameters`` is given.
     """
+    for name, given in (("gradients", gradients), ("parameters", parameters)):
+        if given is not None:
+            raise NotImplementedError(f"{name}: only the exchange between replicas can be compressed; use replicas=")
+    if replicas is None or mesh is None:
+        raise ValueError(
+            'give a method and the ranks that hold the same shard: replicas="auto", mesh=mesh["replicate"]'
+        )
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -264,15 +285,15 @@ def attach(
         members.setdefault(owner or ROOT, []).append(parameter)
     if not trained:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
-    like = trained[0][1].to_local().detach()
-    mesh = trained[0][1].device_mesh
+    like = trained[0][1].to_local().detach()  # type: ignore[attr-defined]
+    shards = trained[0][1].device_mesh  # type: ignore[attr-defined]
     # Expanded scalars: they have the vectors' sizes, but take no memory
     vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}
-    group = replicas if isinstance(replicas, dist.ProcessGroup) else replicas.get_group()
-    shard = Shard(vectors, members, mesh.get_local_rank(), mesh.size())
-    compressor = Compressor(method, shard, group, **settings)
+    group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
+    shard = Shard(vectors, members, shards.get_local_rank(), shards.size())
+    compressor = Compressor(replicas, shard, group, **settings)
     for owner in sizes:
-        modules[owner].set_all_reduce_hook(functools.partial(compressor.receive, modules[owner], owner or ROOT))
+        modules[owner].set_all_reduce_hook(functools.partial(compressor._receive, modules[owner], owner or ROOT))
     return compressor
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from hvdcompress.engine import late, lockstep
 from hvdcompress.engine.agreement import SharedConfig, Status
 from hvdcompress.engine.arrays import plain_array
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.node_step import Levels, NodeStep, new_step
+from hvdcompress.engine.compressor import Op
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
@@ -39,14 +40,12 @@ from hvdcompress.ops.spec import Ops
 from hvdcompress.parts.momentum import heavy_ball
 from hvdcompress.plan import Bucket, Grouping, Plan, Program, plan_of
 
-Op = Literal["average", "sum"]
-
 
 class Loopback:
     """Simulates ``world_size`` ranks under one plan.
 
     Args:
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
         world_size: number of ranks, 1 or more.
         loss_scale: the factor by which gradients are multiplied: a number, or a function that returns the current
             number. Residuals are kept unscaled.
@@ -87,38 +86,24 @@ class Loopback:
             rank.placement = Placement(self.nodes, rank.rank) if self.nodes else None
             rank.copy = lambda parts: lockstep.of_ops(self.ops, np.concatenate(parts))
 
-    def allreduce(self, arrays: Sequence[np.ndarray], name: str = "tensor", op: Op = "average") -> list[np.ndarray]:
-        """Reduce one array per rank.
+    def allreduce(self, tensors: Sequence[Any], name: str = "tensor", op: Op = "average") -> list[Any]:
+        """Reduce named arrays of each rank in one step, as :meth:`hvdcompress.mpi.Compressor.allreduce`.
 
         Args:
-            arrays: one per rank, of equal shape and dtype.
-            name: name of the tensor. Residuals are kept by name.
+            tensors: of each rank, in rank order, {name: array}; or one array of each rank.
+            name: the name of the one array.
             op: "average" or "sum".
 
         Returns:
-            The result of each rank: new arrays of the same shape and dtype.
-
-        Raises:
-            ValueError: the number of arrays is wrong, or shapes or dtypes differ.
-        """
-        return [out[name] for out in self.allreduce_many([{name: array} for array in arrays], op)]
-
-    def allreduce_many(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op = "average") -> list[dict]:
-        """Reduce several named arrays per rank in one step, grouped into buckets as the plan says.
-
-        If any rank has an Inf or a NaN, all results are NaN on all ranks, and the state does not change.
-
-        Args:
-            gradients: {name: array} of each rank, in rank order.
-            op: "average" or "sum".
-
-        Returns:
-            {name: result} of each rank.
+            {name: result} of each rank, or the one result of each rank: new arrays of the same shapes and dtypes.
 
         Raises:
             ValueError: ranks differ in names, shapes or dtypes.
             PeerError: ``verify_every`` in the plan found that the ranks' shared state differs.
         """
+        if tensors and not isinstance(tensors[0], Mapping):
+            return [out[name] for out in self.allreduce([{name: array} for array in tensors], op=op)]
+        gradients: Sequence[Mapping[str, np.ndarray]] = tensors
         buckets = self._buckets(self._specs(gradients, op))
         scale = evaluate_loss_scale(self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
@@ -127,14 +112,13 @@ class Loopback:
         for rank in self.ranks:
             rank.begin_round()
             collectives = networks.of_rank(rank.rank, rank.observers)
-            step = new_step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
+            step = Step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
             step.loss_scale = scale
             step.factor = 1.0 / self.world_size if op == "average" else 1.0
             steps.append(step)
         try:
             for bucket in buckets:
                 self._exchange(bucket, networks, steps, gradients, outs)
-            self._return_results([step for step in steps if isinstance(step, NodeStep)])
             reduced = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
             local_size = self.nodes.local_size if self.nodes else 1
             verify.compare([step.checksums for step in steps], self.ranks[0].steps_done(), local_size)
@@ -160,7 +144,7 @@ class Loopback:
         """Run the exchange of one bucket on all ranks."""
         indices = range(len(bucket.members))
         for step, given, out in zip(steps, gradients, outs, strict=True):
-            work = step.local.next_step(bucket).dtype
+            work = step.rank_state.next_step(bucket).dtype
             with np.errstate(over="ignore"):  # float64 values beyond float32 become Inf, which discards the step
                 members = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in bucket.members]
             outs_of_bucket = [out[m.name].reshape(-1) for m in bucket.members]
@@ -172,13 +156,6 @@ class Loopback:
                 step.advance_ready()
         for step in steps:
             step.advance_ready()  # writes the results of methods that use no collective at all
-
-    def _return_results(self, steps: Sequence[NodeStep]) -> None:
-        """With two levels: send the results from their owners to the other ranks."""
-        for step in steps:
-            step.send_results()
-        for step in steps:
-            step.receive_results()
 
     def trigger(self) -> None:
         """Restart the phases of all methods in the next step."""
@@ -205,12 +182,12 @@ class Loopback:
             for rank in self.ranks:
                 rank.paused = before
 
-    def observe(self, **metrics: float) -> None:
+    def report_metrics(self, **metrics: float) -> None:
         """Report training metrics to the methods, such as ``loss=0.7`` or ``learning_rate=0.1``."""
         for rank in self.ranks:
-            rank.observe(metrics)
+            rank.report_metrics(metrics)
 
-    def watch(self, observer: Observer) -> None:
+    def add_observer(self, observer: Observer) -> None:
         """Register an observer for the later events of every rank."""
         for rank in self.ranks:
             rank.observers.append(observer)
@@ -291,7 +268,7 @@ class Loopback:
         """
         given = tuple(specs.values())
         if self._last is None or self._last[0] != given:
-            buckets = [rank.group(given, self.grouping) for rank in self.ranks][0]
+            buckets, *_ = [rank.group(given, self.grouping) for rank in self.ranks]
             for rank in self.ranks:
                 rank.regroup(buckets)
             self._last = (given, buckets)
@@ -353,7 +330,7 @@ def _steps(plan: Plan, specs: Sequence[TensorSpec], grouping: Grouping | None, o
         rank.observers.clear()
     random = np.random.default_rng(0)
     for _ in range(3):  # the first step has no state yet, and phases may alternate
-        reduced = net.allreduce_many([{spec.name: _numbers(random, spec) for spec in specs} for _ in range(2)])[0]
+        reduced = net.allreduce([{spec.name: _numbers(random, spec) for spec in specs} for _ in range(2)])[0]
         with net.adapted({name: np.zeros_like(array) for name, array in reduced.items()}, reduced, momentum=0.9):
             pass
 

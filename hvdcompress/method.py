@@ -29,7 +29,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from hvdcompress.ops.scan import NOTHING, Found, Scan
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Array, Coded, Shares, Sparse
+from hvdcompress.ops.vectors import Array as Array
+from hvdcompress.ops.vectors import Coded, Shares
+from hvdcompress.ops.vectors import Sparse as Sparse
 
 # -- data that the engine and a method exchange ------------------------------------------------
 
@@ -356,13 +358,17 @@ class Method:
     variable_length: ClassVar[bool] = False
     """Whether payload lengths may differ between ranks or between steps of a phase. :meth:`num_bytes` is then the upper
     limit."""
-    linear: ClassVar[bool] = True
-    """Whether the result is proportional to the summed payload. A piggybacked payload may then be averaged instead of
-    summed, and the result is the average (see :meth:`piggyback`)."""
     exact: ClassVar[bool] = True
     """Whether all array backends send the same bytes. False if an FFT or a matrix product rounds differently."""
     phases: ClassVar[tuple[str, ...]] = ("compress",)
     """Names of the phases. Within a phase the number, kinds and dtypes of the collectives are fixed."""
+    needs: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {
+        "beta": ("feedback", ("lowpass",)),
+        "momentum": ("feedback", ("momentum",)),
+        "local_clip_norm": ("feedback", ("plain", "lowpass", "momentum")),
+    }
+    """{hyper-parameter: (another one, its values)}: with other values it has no effect, and setting it is an error. A
+    subclass adds its own."""
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()
     """Further hyper-parameter settings for the tests to try."""
 
@@ -384,11 +390,14 @@ class Method:
     clipping."""
 
     def __post_init__(self) -> None:
-        if self.local_clip_norm is not None and self.feedback == "none":
-            raise ValueError(
-                'local_clip_norm needs feedback "plain", "lowpass" or "momentum": only error feedback divides '
-                "gradients by the loss scale before they are clipped"
-            )
+        defaults = {field.name: field.default for field in fields(self)}
+        needs = {name: value for cls in type(self).__mro__ for name, value in vars(cls).get("needs", {}).items()}
+        for name, (other, values) in needs.items():
+            if getattr(self, name) != defaults[name] and getattr(self, other) not in values:
+                wanted = " or ".join(map(repr, values))
+                raise ValueError(
+                    f"{name} has no effect with {other} {getattr(self, other)!r}; it needs {other} {wanted}"
+                )
         if self.feedback == "momentum" and not self.sparse:
             raise ValueError(
                 'feedback "momentum" needs a sparse method such as topk: it resets the momentum of every sent element, '
@@ -445,21 +454,6 @@ class Method:
     def num_positions(self, spec: TensorSpec) -> int:
         """Return the number of positions that the indices of a sparse payload refer to: elements, or frequencies."""
         return spec.size
-
-    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        """Return the length of the payload if the whole exchange is one float32 sum.
-
-        The stock optimizer's own all-reduce can carry such a payload, at no extra cost.
-
-        Args:
-            spec: the tensor.
-            phase: index into :attr:`phases`.
-            state: the method's state.
-
-        Returns:
-            Number of float32 elements; None if the method uses any other collective.
-        """
-        return None
 
     # The exchange, in call order: scan() for each gradient as it arrives, then exchange(), which calls encode() and
     # decode().
@@ -568,4 +562,4 @@ def method(given: M | str) -> M | Callable[[M], M]:
 def _made(cls: M, id: str) -> M:
     """Set the id of a class and return it as a frozen dataclass with validated fields."""
     cls.id = id
-    return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore
+    return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore[return-value]

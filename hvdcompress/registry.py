@@ -25,8 +25,8 @@ from pydantic import TypeAdapter, ValidationError
 from hvdcompress.method import REGISTERED, Method, method
 
 __all__ = [
-    "FieldError", "Option", "available", "classes", "docstring", "field_docs", "formula", "get", "legal", "method",
-    "options", "suggest",
+    "FieldError", "Option", "available", "classes", "docstring", "field_docs", "formula", "get_method", "legal",
+    "method", "options", "suggest",
 ]  # fmt: skip
 
 
@@ -122,7 +122,7 @@ class FieldError(ValueError):
         self.field = field
 
 
-def get(id: str, /, **hyperparameters: Any) -> Method:
+def get_method(id: str, /, **hyperparameters: Any) -> Method:
     """Create a method from its id and hyper-parameters.
 
     Args:
@@ -136,7 +136,7 @@ def get(id: str, /, **hyperparameters: Any) -> Method:
         ValueError: the id is unknown, or a hyper-parameter is unknown, of the wrong type or out of range. The
             message names it.
 
-    >>> get("topk", density=0.01).density
+    >>> get_method("topk", density=0.01).density
     0.01
     """
     known = classes()

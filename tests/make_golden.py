@@ -47,7 +47,7 @@ def golden_variants(id: str) -> dict[str, dict[str, Any]]:
 
 def record(id: str, settings: dict[str, Any], ops: Any = None) -> dict[str, Any]:
     """Run one case: everything that goes over the network, the results and the residuals, in hexadecimal."""
-    method = hvdcompress.get(id, **settings)
+    method = hvdcompress.get_method(id, **settings)
     net = Trial(method, WORLD, ops=ops, seed=7)
     suited = any(method.suits(TensorSpec(name, shape)) for name, shape in SHAPES.items())
     shapes = SHAPES if suited else CONVOLUTIONS
@@ -58,7 +58,7 @@ def record(id: str, settings: dict[str, Any], ops: Any = None) -> dict[str, Any]
             {name: numbers(shape, number, rank, step) for number, (name, shape) in enumerate(shapes.items())}
             for rank in range(WORLD)
         ]
-        out = net.allreduce_many(gradients)[0]
+        out = net.allreduce(gradients)[0]
         steps.append(
             {
                 "collectives": [

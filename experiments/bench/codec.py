@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -22,7 +21,7 @@ from experiments.bench.devices import device
 from experiments.bench.lockstep import PARTS, time_steps
 from hvdcompress import registry
 from hvdcompress.method import TensorSpec
-from hvdcompress.plan import BY_NAME, Plan, load, settings_of
+from hvdcompress.plan import BY_NAME, Plan, load_plan, settings_of
 
 DENSITY = 0.01  #: of every method that has one, unless its own is given
 #: GradiVeQ's usual 8 components of 100, on any tensor
@@ -44,9 +43,9 @@ def plans(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     found = {}
     for text in words or registry.available():
         id, *pairs = text.replace(",", " ").split() or [""]
-        usual = {"density": DENSITY} if "density" in registry.get(id).hyperparameters() else {}
+        usual = {"density": DENSITY} if "density" in registry.get_method(id).hyperparameters() else {}
         found[" ".join([id, *pairs])] = plan = {"method": id, **usual, **SETTINGS.get(id, {}), **settings_of(pairs)}
-        load(plan)
+        load_plan(plan)
     return found
 
 
@@ -66,15 +65,12 @@ def run(
         One record per method, medians of the runs: ``copies`` and ``seconds`` of a step, and copies of each part.
 
     Raises:
-        ValueError: the device is missing, a method sends the tensor dense, or memory did not suffice.
+        ValueError: the device is missing, or a method sends the tensor dense.
     """
     one = partial(measure, shapes=shapes, world_size=world_size, runs=runs, where=device)
     environment = mock.patch.dict(os.environ, dict.fromkeys(ONE_THREAD, "1"))
     with environment, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
-            frame = pd.DataFrame(pool.map(one, methods.values()))
-        except BrokenProcessPool:
-            raise ValueError("the measuring process ended, perhaps out of memory: try a smaller --set") from None
+        frame = pd.DataFrame(pool.map(one, methods.values()))
     frame.insert(0, "method", list(methods))
     return frame
 
@@ -83,7 +79,7 @@ def measure(
     settings: Mapping[str, Any], shapes: nets.Shapes, world_size: int, runs: int, where: str
 ) -> dict[str, float]:
     """Measure one method in this thread; :func:`run` has the arguments and the record."""
-    plan, specs = load(settings), [TensorSpec(name, shape) for name, shape in shapes.items()]
+    plan, specs = load_plan(settings), [TensorSpec(name, shape) for name, shape in shapes.items()]
     check(plan, specs)
     steps = time_steps(plan, specs, world_size, runs, device=device(where))
     parts = steps[list(PARTS)].assign(copies=steps[list(PARTS)].sum(axis=1))

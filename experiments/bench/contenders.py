@@ -93,7 +93,7 @@ class OverHorovod(OverTorch):
         attached = over_horovod(list(self.named.items()), sgd, what["how"], timed)
         self.optimizer, self.compressor = attached.optimizer, attached.compressor
         if self.compressor:
-            self.compressor.watch(clock)
+            self.compressor.add_observer(clock)
             self.ledger = self.compressor.ledger
             work_alone(self.compressor, tensors, what["alone"])
         else:
@@ -127,7 +127,7 @@ class OverDDP(OverTorch):
         attached = over_ddp(Net(self.parameters), None, what["how"])
         self.module, self.compressor, self.state = attached.net, attached.compressor, attached.powersgd
         if self.compressor:
-            self.compressor.watch(clock)
+            self.compressor.add_observer(clock)
             self.ledger = self.compressor.ledger
         if self.state:
             self.state.iter = 2  # its first two steps are dense and not what is to be measured
@@ -165,7 +165,7 @@ class OverMPI:
         from hvdcompress.mpi import Compressor
 
         self.compressor = Compressor(what["how"])
-        self.compressor.watch(clock)
+        self.compressor.add_observer(clock)
         self.names, self.ledger = list(tensors), self.compressor.ledger
         self.reduced: dict[str, Any] = {}
         work_alone(self.compressor, tensors, what["alone"])
@@ -174,7 +174,7 @@ class OverMPI:
         arrays = {name: gradient.numpy() for name, gradient in zip(self.names, gradients, strict=True)}
 
         def go() -> None:
-            self.reduced = self.compressor.allreduce_many(arrays)
+            self.reduced = self.compressor.allreduce(arrays)
 
         return go
 
@@ -197,6 +197,6 @@ def work_alone(compressor: Any, tensors: Shapes, steps: int) -> None:
     gradients = dict(zip(tensors, make_gradients(tensors, 0, 0.0), strict=True))
     for step in range(steps):
         rolled = {name: g.view(-1).roll(7919 * step).view(g.shape).numpy() for name, g in gradients.items()}
-        net.allreduce_many([rolled])
-    own = {"world": compressor.local.world_size, "rank": compressor.local.rank}
+        net.allreduce([rolled])
+    own = {"world": compressor.rank_state.world_size, "rank": compressor.rank_state.rank}
     compressor.load_state_dict(net.ranks[0].state_dict() | own)

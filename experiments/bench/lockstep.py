@@ -14,11 +14,11 @@ import numpy as np
 import pandas as pd
 
 from experiments.bench.devices import Cpu
-from hvdcompress.engine.commit import Outcome, commit_step
+from hvdcompress.engine.commit import PassedThrough, commit_step
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.engine.setup import Setup
-from hvdcompress.engine.state import NextStep, RankState
+from hvdcompress.engine.state import RankState
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import Array, Broadcast, TensorSpec
 from hvdcompress.plan import BY_NAME, Bucket, Plan
@@ -63,7 +63,7 @@ class Lockstep:
         for rank, (exchanges, passed) in zip(self.ranks, received, strict=True):
             for exchange in exchanges.values():
                 self._timed("apply", exchange.deliver, 1.0 / self.world_size)
-            self._timed("apply", commit_step, rank, exchanges.values(), passed, Outcome())
+            self._timed("apply", commit_step, rank, [*exchanges.values(), *passed])
         return self._spent
 
     def _timed(self, part: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -71,14 +71,14 @@ class Lockstep:
         self._spent[part] += seconds / self.world_size
         return result
 
-    def _receive(self, rank: RankState, given: Sequence[Array]) -> tuple[dict[str, Exchange], list[NextStep]]:
+    def _receive(self, rank: RankState, given: Sequence[Array]) -> tuple[dict[str, Exchange], list[PassedThrough]]:
         """Take all gradients of a rank, up to the first collective of each bucket.
 
         Returns:
             The exchanges by bucket name, and the steps of the buckets that Horovod reduces itself.
         """
         exchanges: dict[str, Exchange] = {}
-        passed: list[NextStep] = []
+        passed: list[PassedThrough] = []
         ops = self.device.ops
 
         def take(bucket: Bucket, index: int, gradient: Array) -> None:
@@ -86,7 +86,7 @@ class Lockstep:
             if rank.next_step(bucket).passes_through:
                 if not self.plan.stateless:
                     ops.all_finite(gradient)
-                passed.append(rank.pass_through(bucket, gradient, ops))
+                passed.append(PassedThrough(rank, rank.pass_through(bucket, gradient, ops)))
                 return
             if name not in exchanges:
                 exchanges[name] = Exchange(Setup(rank, Group(rank.rank, self.world_size), bucket, gradient, ops))

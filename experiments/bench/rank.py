@@ -106,7 +106,7 @@ class Exchanges:
         found = {"start": start, "end": time.monotonic(), "cpu": time.process_time() - cpu}
         if contender.compressor:
             found["codec"] = self.clock.spent["encode"] + self.clock.spent["decode"]
-            found["state"] = contender.compressor.local.num_state_bytes()
+            found["state"] = contender.compressor.rank_state.num_state_bytes()
         if contender.splits:
             found |= self.clock.spent
         if ledger := contender.ledger:
@@ -119,7 +119,7 @@ class Exchanges:
         total, reduced = 0, self.contender.take()
         assert len(reduced) == len(self.steps[0]), "a gradient is missing"
         for gradient in reduced:
-            total = zlib.crc32(gradient.cpu().contiguous().numpy().reshape(-1).view("uint8"), total)
+            total = zlib.crc32(gradient.cpu().contiguous().numpy().tobytes(), total)
         return {"checksum": total}
 
 

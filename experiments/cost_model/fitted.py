@@ -27,7 +27,7 @@ from experiments.cost_model.model import Codec, Driver
 from experiments.report import results
 from hvdcompress.cli.numbers import bits_of
 from hvdcompress.method import Method, TensorSpec
-from hvdcompress.plan import Program, load, plan_of
+from hvdcompress.plan import Program, load_plan, plan_of
 
 Vector = np.ndarray[Any, Any]
 SIZES = (  # tensors that codecs are timed on, of three sizes: the first that a method suits
@@ -169,7 +169,7 @@ def _exchanges(folder: Path, fitted: Fitted) -> pd.DataFrame:
         if contender.kind == "dense":
             work = model.stock(shapes, bench.hosts)
         else:
-            plan = load(contender.spec["how"])
+            plan = load_plan(contender.spec["how"])
             work = model.work(plan, shapes, bench.hosts, fitted.codec, fitted.driver)
         place = {"label": row["contender"], "set": row["set"], "rate": bits_of(row["rate"])}
         points.append({**place, "shared": sharing(bench.hosts), "seconds": row["seconds"], **work._asdict()})

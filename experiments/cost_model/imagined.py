@@ -73,12 +73,6 @@ def last_phase(method: Method) -> int:
     return len(method.phases) - 1
 
 
-def piggyback(method: Method, spec: TensorSpec) -> bool:
-    """Return whether the stock all-reduce carries the method's payload in its last phase."""
-    state = blank_state(method, spec, _components(method, spec))
-    return method.piggyback(spec, last_phase(method), state) is not None
-
-
 def requests(method: Method, world_size: int, spec: TensorSpec) -> Rounds:
     """Return the collectives of a method's last phase on a tensor of full size, without running all ranks.
 

@@ -46,7 +46,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from experiments.cost_model.imagined import Request, Rounds, piggyback, requests
+from experiments.cost_model.imagined import Request, Rounds, requests
 from hvdcompress.engine.agreement import Status
 from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.method import Method, TensorSpec
@@ -127,12 +127,11 @@ def work(
     buckets = plan.buckets((TensorSpec(*each) for each in tensors.items()), GROUPINGS[driver])
     found, begun = _exchanges(buckets, world_size, codec)
     alone = [bucket for bucket in buckets if driver == "horovod" and len(bucket.members) == 1]
-    riding = [bucket.program.main for bucket in alone if piggyback(bucket.program.main, bucket.spec)]
-    stock = [method for method in riding if method.identity and method.feedback == "none"]  # gradients as they are
+    methods = [bucket.program.main for bucket in alone]
+    stock = [method for method in methods if method.identity and method.feedback == "none"]  # gradients as they are
     own = _own_collectives(driver, len(tensors) - len(stock), world_size)
     both = work_of([*own, *begun], world_size, local_size)
-    calls = both.calls - len(riding) + len(stock)
-    return both._replace(calls=calls, rounds=found.rounds + STATUSES[driver], codec=found.codec)
+    return both._replace(rounds=found.rounds + STATUSES[driver], codec=found.codec)
 
 
 def two_levels(

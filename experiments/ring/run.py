@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from experiments.report import numbers, plots, results, tables
 from experiments.ring.algorithm import ring_allreduce
-from experiments.ring.codecs import Array, Chosen, Dense, Projection, Recoded, SegmentCodec
+from experiments.ring.codecs import Array, Dense, Projection, Recoded, SegmentCodec
 from hvdcompress import registry
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.mpi import Compressor  # before mpi4py, whose environment it sets
@@ -44,7 +45,7 @@ ADDED, CODED, OWN = "ring, payloads add", "ring, encoded again at every hop", "m
 def known_codecs() -> dict[str, Codec]:
     """Return number formats by name, and the codecs of methods that consist of one, such as TernGrad."""
     formats = {name: codecs.codec(name) for name in ("fp16", "bf16", "rangefloat12", "rangefloat8", "qsgd8", "qsgd4")}
-    methods = {id: registry.get(id) for id in registry.available() if id != "qsgd"}
+    methods = {id: registry.get_method(id) for id in registry.available() if id != "qsgd"}
     return {**formats, **{id: each.codec for id, each in methods.items() if isinstance(each, Quantizer)}}
 
 
@@ -52,12 +53,11 @@ def ways_of(n: int, methods: Sequence[str], comm: Any) -> dict[tuple[str, str], 
     """Return ways to add vectors of n elements over the ranks of ``comm``, by their kind and name."""
     ctx = Context(comm.rank, comm.size, 0, TensorSpec("ring", (n,)))
     rng = np.random.default_rng(0)  # equal on all ranks
-    index = np.sort(rng.choice(n, max(1, n // 100), replace=False))
     size = min(768, n)  # of a slice
     basis = np.linalg.qr(rng.standard_normal((size, max(1, size // 8))))[0].T
     projection = Projection(np.ascontiguousarray(basis, np.float32), comm.size)
     formats = known_codecs()
-    added = {"fp32": Dense(), "random-k 1 %": Chosen(index), "GradiVeQ 8x": projection}
+    added = {"fp32": Dense(), "GradiVeQ 8x": projection}
     coded = {name: Recoded(codec, ctx) for name, codec in formats.items()}
     coded["GradiVeQ 8x, qsgd8"] = Recoded(formats["qsgd8"], ctx, projection)
 
@@ -128,7 +128,7 @@ def table(frame: pd.DataFrame) -> str:
     return tables.markdown(made.sort_values("seconds"), error="{:.2%}".format, **formats)
 
 
-def plot(frame: pd.DataFrame) -> plots.Figure:
+def plot(frame: pd.DataFrame) -> Figure:
     """Draw the time against the length of the vectors, a panel per kind of sum, the nine fastest ways of each."""
     medians = frame.groupby(["kind", "way", "elements"], as_index=False, sort=False)["seconds"].median()
     longest = medians[medians["elements"] == medians["elements"].max()]

@@ -80,7 +80,7 @@ def measure(
     batches = batches_of(ranks, race, seed=0)
     lengths = {}
     for name, trainer in trainers.items():
-        while trainer.compressor and trainer.compressor.local.fallback.compares:  # it has not decided yet
+        while trainer.compressor and trainer.compressor.rank_state.fallback.compares:  # it has not decided yet
             timed(trainer, next(batches))
         every = trainer.local.every if trainer.local else 1
         times = turn_of(ranks, trainer, batches, WARM_UP + max(2, every))

@@ -78,7 +78,7 @@ class LocalSimulation(Simulation):
         pseudo: list[Tensors] = [
             {name: (anchors[name] - each).numpy() for name, each in model.named_parameters()} for model in self.models
         ]
-        for name, average in self.net.allreduce_many(pseudo)[0].items():
+        for name, average in self.net.allreduce(pseudo)[0].items():
             anchors[name].grad = torch.from_numpy(average)
         buffers = {name: mean for name, mean in self._mean().items() if name not in anchors}
         self._update()

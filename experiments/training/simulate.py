@@ -81,7 +81,7 @@ class Simulation:
             if not math.isfinite(loss):
                 return
             residuals = self._residuals(gradients) if step in watched else []
-            reduced = self.net.allreduce_many(gradients)[0]
+            reduced = self.net.allreduce(gradients)[0]
             for name, parameter in parameters.items():
                 parameter.grad = torch.from_numpy(reduced[name])
             if task.clip == "after" and task.clip_norm is not None:
@@ -90,7 +90,7 @@ class Simulation:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * (models_torch.MuonWithAdamW.RATIO if "ns_steps" in group else 1.0)
             self._update()
-            self.net.observe(learning_rate=rate, loss=loss)
+            self.net.report_metrics(learning_rate=rate, loss=loss)
             yield Moment(step, loss, gradients, residuals, reduced)
 
     def _update(self) -> None:

@@ -19,8 +19,9 @@ from hvdcompress._torch.optimizers import Waiting, describe_adaptation, install,
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.compressor import Op
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.node_step import Levels, new_step
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.saving.snapshot import Ages
@@ -34,7 +35,9 @@ from hvdcompress.plan import Bucket, Grouping, Plan
 #: dtype of a gradient that can be reduced -> its own dtype or, for complex numbers, the dtype of their two parts
 REAL = {
     **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
-    **{torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64},
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
 }
 FROZEN = ", frozen"  #: follows the shape and dtype of a frozen parameter where ranks compare their tensors
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: name components of torch.compile and of checkpointing
@@ -46,7 +49,7 @@ def _find(optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
     """Return what has waited of each parameter of an optimizer that is about to take a step, by ``id()``."""
     found: dict[int, Waiting] = {}
     for each in list(_compressors):
-        found |= each.waiting(optimizer)
+        found |= each._waiting(optimizer)
     return found
 
 
@@ -63,6 +66,8 @@ def named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
     if isinstance(given, type | torch.nn.Module):
         raise TypeError(f"{expected}, not the {'class' if isinstance(given, type) else 'model'} itself")
     pairs = list(given.items() if isinstance(given, Mapping) else given)
+    if not pairs:
+        raise TypeError(f"{expected}; it is missing, or empty")
     if any(isinstance(pair, torch.Tensor) for pair in pairs):
         raise TypeError(f"{expected}; these parameters have no names, like those of model.parameters()")
     for pair in pairs:
@@ -99,7 +104,7 @@ class TensorCompressor(compressor.Compressor):
         world_size: number of ranks.
         named_parameters: names and parameters. State is kept by name.
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it.
-        ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
+        backend: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         location: where the launcher has put this rank; None if it does not tell, or if not all of its ranks take part.
 
     Attributes:
@@ -111,10 +116,11 @@ class TensorCompressor(compressor.Compressor):
 
     Raises:
         TypeError: ``named_parameters`` is a model, or parameters without names.
-        ValueError: ``ops`` has another value; two parameters have the same name; another driver already compresses
+        ValueError: ``backend`` has another value; two parameters have the same name; another driver already compresses
             one of the parameters.
     """
 
+    framework: TorchFramework
     grouping: Grouping  #: how the driver groups small tensors into buckets
 
     def __init__(
@@ -124,11 +130,11 @@ class TensorCompressor(compressor.Compressor):
         world_size: int,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
         loss_scale: float | Callable[[], float] = 1.0,
-        ops: str = "auto",
+        backend: str = "auto",
         location: Location | None = None,
     ):
-        if ops not in ("auto", "torch"):
-            raise ValueError(f'ops = {ops!r} must be "auto" or "torch"')
+        if backend not in ("auto", "torch"):
+            raise ValueError(f'backend = {backend!r} must be "auto" or "torch"')
         super().__init__(plan, rank, world_size, loss_scale, location)
         pairs = named(named_parameters)
         self.parameters = dict(pairs)
@@ -138,11 +144,11 @@ class TensorCompressor(compressor.Compressor):
             raise ValueError(f"two parameters have the same name: {sorted({n for n in names if names.count(n) > 1})}")
         self._refuse_two_drivers()
         myself = weakref.ref(self)  # a strong reference would be a cycle, and delay freeing the residuals
-        self.framework = TorchFramework(ops == "torch", lambda: _all_parameters(myself()))
-        self.local.copy = lambda parts: _concatenated(parts, myself())
+        self.framework = TorchFramework(backend == "torch", lambda: _all_parameters(myself()))
+        self.rank_state.copy = lambda parts: _concatenated(parts, myself())
         specs = self._group({})
         self._terms = SharedConfig(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
-        self.local.warn_about_unused(specs)
+        self.rank_state.warn_about_unused(specs)
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._frozen: frozenset[str] = frozenset()  # names of the parameters that do not require a gradient any more
         self._warm_up(specs)
@@ -159,7 +165,7 @@ class TensorCompressor(compressor.Compressor):
         with contextlib.suppress(ImportError):  # without Numba there is nothing to compile
             from hvdcompress.ops.numba.sharing import nothing_is_compiled
 
-            if self.local.rank == 0 and nothing_is_compiled():
+            if self.rank_state.rank == 0 and nothing_is_compiled():
                 log.info_once("the first run compiles kernels, which takes a few seconds; later runs load them")
 
     def _group(self, ages: Ages) -> list[TensorSpec]:
@@ -170,7 +176,7 @@ class TensorCompressor(compressor.Compressor):
                 :meth:`RankState.ages`.
         """
         specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
-        self.buckets = {bucket.spec.name: bucket for bucket in self.local.group(specs, self.grouping, ages)}
+        self.buckets = {bucket.spec.name: bucket for bucket in self.rank_state.group(specs, self.grouping, ages)}
         self._bucket_and_index = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         return specs
 
@@ -203,7 +209,7 @@ class TensorCompressor(compressor.Compressor):
         """
         parameter = self.parameters[name]
         shape = spec_of(name, parameter).shape
-        flat = self.local.residual(name) if name in self.local.names() else None
+        flat = self.rank_state.residual(name) if name in self.rank_state.names() else None
         if flat is None:
             return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
         return torch.as_tensor(flat, device=parameter.device).clone().reshape(shape)
@@ -241,19 +247,19 @@ class TensorCompressor(compressor.Compressor):
             ValueError: the state belongs to another rank, number of ranks, or model; nothing is changed.
         """
         if "format" not in saved:
-            saved = checkpoint.of_rank(saved, self.local.rank, self.local.world_size, self.local.nodes)
+            saved = checkpoint.of_rank(saved, self.rank_state.rank, self.rank_state.world_size, self.rank_state.nodes)
         snapshot.check(saved)
         ages = snapshot.ages(saved["steps"], saved["restarts"])
-        before = (self.buckets, self._bucket_and_index, self.local.placement)
-        self.local.adopt_owners(saved)
+        before = (self.buckets, self._bucket_and_index, self.rank_state.placement)
+        self.rank_state.adopt_owners(saved)
         self._group(ages)
         try:
-            self.local.load_state_dict(saved, self._buckets())
+            self.rank_state.load_state_dict(saved, self._buckets())
         except ValueError:
-            self.buckets, self._bucket_and_index, self.local.placement = before
+            self.buckets, self._bucket_and_index, self.rank_state.placement = before
             raise
         new = sorted(self.parameters.keys() - saved["steps"].keys())
-        if saved["steps"] and new and self.local.rank == 0:
+        if saved["steps"] and new and self.rank_state.rank == 0:
             log.warn_once(f"the saved state does not contain {log.first_names(new)}: their residuals start at zero")
 
     def _to_host(self, array: Any) -> Any:
@@ -268,10 +274,10 @@ class TensorCompressor(compressor.Compressor):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _new_step(self, network: Collectives | Levels, agree: Agree) -> Step:
+    def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
         self.framework.begin()
         undo()  # an optimizer's step has failed, or was interrupted
-        step = new_step(self.local, network, self._terms, agree, self.framework)
+        step = super()._new_step(network, config, agree)
         step.unused = set(self._frozen)
         return step
 
@@ -284,42 +290,43 @@ class TensorCompressor(compressor.Compressor):
             tensors = {name: text + FROZEN * (name in frozen) for name, text in plain.items()}
             self._terms = SharedConfig(self._terms.plan, tensors)
 
-    def allreduce(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Average named tensors over all ranks, in place, without a backward pass.
+    def _allreduce(
+        self, tensors: Mapping[str, torch.Tensor], op: Op, out: Mapping[str, torch.Tensor] | None
+    ) -> dict[str, torch.Tensor]:
+        outs: dict[str, torch.Tensor] = {}
 
-        For programs with a loop of their own, such as :class:`hvdcompress.local_steps.LocalSteps`. Give the Compressor
-        to no optimizer and to no model then. All ranks call it equally often. If any element of any rank is Inf or NaN,
-        all tensors become NaN on all ranks, and the state does not change.
+        def add(step: Step) -> None:  # may raise an error, which the other ranks are then told about
+            outs.update(_outs_of(tensors, out))
+            self._add_named(step, outs)
 
-        Args:
-            tensors: one tensor for each parameter that the Compressor was given, by its name, in its shape.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or of another shape on this rank; the other ranks raise PeerError.
-            PeerError: a rank failed, or the ranks disagree; on every rank, with the same message.
-            RuntimeError: a step is in progress.
-        """
-        self._allreduce(tensors)
-        for late in self.local.late.values():
+        self._reduce_with(add, op)
+        for late in self.rank_state.late.values():
             for member in late.bucket.members:
                 gradient = self.parameters[member.name].grad
                 if gradient is None or gradient.data_ptr() != tensors[member.name].data_ptr():
                     self.is_adapted = True  # no optimizer uses this tensor as a gradient
                     late.used.add(id(self.parameters[member.name]))
+        return outs
+
+    def _reduce_in_place(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Average named tensors, whose results no optimizer uses as gradients."""
+        self._reduce_with(lambda step: self._add_named(step, tensors), "average")
 
     @torch.inference_mode(False)
-    def _allreduce(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _reduce_with(self, add: Callable[[Step], None], op: Op) -> None:
         self._refuse_in_step("call allreduce() between steps")
         began = time.perf_counter()
+        factor = 1.0 / self.rank_state.world_size if op == "average" else 1.0
         with torch.no_grad():
-            self._run_step(lambda step: self._add_named(step, tensors))
-        self.local.note_step(began, time.perf_counter())
+            self._run_step(add, factor)
+        self.rank_state.note_step(began, time.perf_counter())
 
-    def _run_step(self, add: Callable[[Step], None]) -> None:
+    def _run_step(self, add: Callable[[Step], None], factor: float) -> None:
         """Run one step of the engine, outside of a backward pass.
 
         Args:
             add: function that adds all gradients to the step.
+            factor: factor of sums over ranks.
         """
         raise NotImplementedError(f"allreduce() is not available under {self.driver}")
 
@@ -337,25 +344,25 @@ class TensorCompressor(compressor.Compressor):
 
     # -- the optimizer --------------------------------------------------------------------------------------
 
-    def require_equal(self, **settings: Any) -> None:
+    def _require_equal(self, **settings: Any) -> None:
         """Name further settings that must be equal on all ranks. The next exchange compares them."""
         self._terms = SharedConfig({**self._terms.plan, **settings}, self._terms.tensors)
 
-    def waiting(self, optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
+    def _waiting(self, optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
         """Return what has waited of each parameter of an optimizer, by ``id()``.
 
         A hook calls this method before every step of every optimizer in the process.
         """
-        if not self.local.late:
+        if not self.rank_state.late:
             return {}
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = waiting_of(self.local.late.values(), self._parts, own)
+        found = waiting_of(self.rank_state.late.values(), self._parts, own)
         if found:
             self.is_adapted = True
-            self.local.tracks_ages = needs_ages(optimizer) or bool(self.local.tracks_ages)
+            self.rank_state.tracks_ages = needs_ages(optimizer) or bool(self.rank_state.tracks_ages)
             if optimizer not in self._noticed:
                 self._noticed.add(optimizer)
-                if self.local.rank == 0 and (text := describe_adaptation(optimizer)):
+                if self.rank_state.rank == 0 and (text := describe_adaptation(optimizer)):
                     log.warn_once(text)
         return found
 
@@ -366,6 +373,19 @@ class TensorCompressor(compressor.Compressor):
 
     def _flat(self, array: Any) -> Any:
         return self.framework.flat(array)
+
+
+def _outs_of(tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """Return the tensors that are reduced in place: those of ``out``, with the values of ``tensors``, or copies."""
+    if out is None:
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        found = out.get(name)
+        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(f"out[{name!r}] must be a tensor of shape {tuple(tensor.shape)} and of {tensor.dtype}")
+        if found is not tensor:
+            found.copy_(tensor)
+    return {name: out[name] for name in tensors}
 
 
 def _concatenated(parts: Sequence[Any], compressor: TensorCompressor | None) -> Any:

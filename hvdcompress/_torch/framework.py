@@ -64,7 +64,7 @@ class TorchFramework(Framework):
         """
         name = bucket.spec.name
         exchange = step.exchanges.get(name)
-        dtype = exchange.setup.dtype if exchange else step.local.next_step(bucket).dtype
+        dtype = exchange.dtype if exchange else step.rank_state.next_step(bucket).dtype
         if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous() and not gradient.is_inference():
             return self.flat(gradient)
         flat = self.flat(gradient.to(DTYPES[dtype], copy=True).contiguous())

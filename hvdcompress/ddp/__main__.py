@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress.ddp.attach import attach
 from hvdcompress.engine.telemetry.ledger import Ledger
-from hvdcompress.plan import Plan, load, plan_of, settings_of
+from hvdcompress.plan import Plan, load_plan, plan_of, settings_of
 
 
 @contextlib.contextmanager
@@ -51,11 +51,11 @@ def every_module(plan: Plan) -> Iterator[list[Ledger]]:
         ledgers.append(compressor.ledger)
         _print(f"compressing {type(self.module).__name__}\n{compressor.describe()}")
 
-    DistributedDataParallel.__init__ = init
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     try:
         yield ledgers
     finally:
-        DistributedDataParallel.__init__ = original
+        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if bool(options.plan) == bool(options.method):
         parser.error("give either --plan FILE or --method ID")
     try:
-        source = load(options.plan) if options.plan else options.method
+        source = load_plan(options.plan) if options.plan else options.method
         plan = plan_of(source, **settings_of(options.set))
     except (ValueError, OSError) as error:
         parser.error(str(error))

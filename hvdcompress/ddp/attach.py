@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +13,7 @@ from hvdcompress._torch.compressor import plain_name
 from hvdcompress.ddp.compressor import Compressor
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
+from hvdcompress.settings import DriverSettings
 
 Hook = Callable[[Compressor, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -30,7 +31,11 @@ REFUSED = (
 
 
 def attach(
-    model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any] = "auto", **settings: Any
+    model: torch.nn.Module,
+    method: str | Method | Plan | Mapping[str, Any] = "auto",
+    *,
+    local_steps: int | None = None,
+    **settings: Unpack[DriverSettings],
 ) -> Compressor:
     """Compress the gradients that a ``DistributedDataParallel`` model exchanges.
 
@@ -39,10 +44,11 @@ def attach(
     Args:
         model: the DDP module, or a module that contains exactly one, such as the wrappers of accelerate, Fabric and
             ``torch.compile``.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. "auto" is
-            top-k of 1 % in 4 bits. It falls back to uncompressed all-reduces if the first steps show that compression
-            does not save time.
-        settings: ``loss_scale``, ``ops``, hyper-parameters and plan keys; see
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. "auto"
+            is top-k of 1 % in 4 bits. It falls back to uncompressed all-reduces if the first steps show that
+            compression does not save time.
+        local_steps: not available yet: use :class:`hvdcompress.local_steps.LocalSteps`.
+        settings: ``loss_scale``, ``backend``, hyper-parameters and plan keys; see
             :class:`~hvdcompress.ddp.compressor.Compressor`.
 
     Returns:
@@ -51,7 +57,10 @@ def attach(
     Raises:
         ValueError: the model contains no DDP module or several; the DDP module already has a communication hook, or
             uses an option that compression does not support; the plan is wrong.
+        NotImplementedError: ``local_steps`` is given.
     """
+    if local_steps is not None:
+        raise NotImplementedError("local_steps: use hvdcompress.local_steps.LocalSteps until attach() can do it")
     module = _find_ddp_module(model)
     _check_supported(module)
     compressor = _make_compressor(module.module, method, process_group=module.process_group, **settings)
@@ -69,7 +78,11 @@ def attach(
 
 
 def hook(
-    model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any], **settings: Any
+    model: torch.nn.Module,
+    method: str | Method | Plan | Mapping[str, Any] = "auto",
+    *,
+    process_group: Any = None,
+    **settings: Unpack[DriverSettings],
 ) -> tuple[Compressor, Hook]:
     """Return the two arguments of ``register_comm_hook``, for frameworks that register the hook themselves.
 
@@ -78,8 +91,9 @@ def hook(
 
     Args:
         model: the module that DDP will wrap.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        settings: as for :func:`attach`, and ``process_group`` if DDP uses a group other than all ranks.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
+        process_group: the group that DDP uses, if it is not all ranks.
+        settings: as for :func:`attach`.
 
     Returns:
         The hook's state, which is the Compressor, and the hook.
@@ -87,7 +101,7 @@ def hook(
     Raises:
         ValueError: the plan is wrong.
     """
-    compressor = _make_compressor(model, method, **settings)
+    compressor = _make_compressor(model, method, process_group=process_group, **settings)
     model.register_forward_pre_hook(_ModuleForwardPreHook(compressor))
     return compressor, _receive
 
@@ -116,7 +130,7 @@ def _check_trained_parameters(model: torch.nn.Module, compressor: Compressor) ->
     if not torch.is_grad_enabled():
         return
     for name, parameter in _parameters_of_ddp(model).items():
-        if parameter.requires_grad and not compressor.knows(parameter):
+        if parameter.requires_grad and not compressor._knows(parameter):
             raise RuntimeError(
                 f"DistributedDataParallel will not reduce the gradient of {plain_name(name)!r}: the parameter was "
                 "frozen, or was another one, when DDP was constructed. Wrap the model again, and attach again"
@@ -125,8 +139,8 @@ def _check_trained_parameters(model: torch.nn.Module, compressor: Compressor) ->
 
 # No annotations: register_comm_hook() compares them with the real types, and rejects the strings that the
 # __future__ import makes of them
-def _receive(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    return state.receive(bucket)
+def _receive(state, bucket):  # type: ignore[no-untyped-def]
+    return state._receive(bucket)
 
 
 def _find_ddp_module(model: torch.nn.Module) -> DistributedDataParallel:
@@ -186,7 +200,7 @@ class _DDPForwardPreHook(_ModuleForwardPreHook):
         assert isinstance(module, DistributedDataParallel)
         if compressor := self._compressor():
             # A forward pass means that an unfinished backward pass will not go on
-            compressor.abort_step()
+            compressor._abort_step()
             _check_trained_parameters(module.module, compressor)
         # DDP installs its hook for in-backward optimizers in the first forward pass
         if not module._lazy_init_ran and (problem := _in_backward_problem(module)):

@@ -18,21 +18,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
-from hvdcompress.ddp.shared_memory import NodeTransport, SharedMemory, share_memory
 from hvdcompress.ddp.transport import ProcessGroupTransport, connect
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.node_step import Levels
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
+from hvdcompress.settings import Settings
 
 
 @dataclass(eq=False)
@@ -62,12 +62,12 @@ class Compressor(TensorCompressor):
     """Compresses the gradients of one model; made by :func:`hvdcompress.ddp.attach`.
 
     Args:
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
         named_parameters: names and parameters of the model, without DDP's ``module.``. State is kept by name.
         process_group: the group that DDP uses (default: all ranks).
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it, such as
             ``scaler.get_scale``. Residuals are kept unscaled, so the factor may change between steps.
-        ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
+        backend: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
@@ -88,13 +88,13 @@ class Compressor(TensorCompressor):
 
     def __init__(
         self,
-        method: str | Method | Plan | Mapping[str, Any],
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        method: str | Method | Plan | Mapping[str, Any] = "auto",
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] = (),
         *,
         process_group: Any = None,
         loss_scale: float | Callable[[], float] = 1.0,
-        ops: str = "auto",
-        **settings: Any,
+        backend: str = "auto",
+        **settings: Unpack[Settings],
     ):
         if not dist.is_initialized():
             raise ValueError("call torch.distributed.init_process_group() before making a Compressor")
@@ -107,12 +107,11 @@ class Compressor(TensorCompressor):
         rank = dist.get_rank(self._parent)
         world_size = dist.get_world_size(self._parent)
         location = _location() if world_size == dist.get_world_size() else None
-        super().__init__(plan_of(method, **settings), rank, world_size, named_parameters, loss_scale, ops, location)
+        super().__init__(plan_of(method, **settings), rank, world_size, named_parameters, loss_scale, backend, location)
         self.used: set[str] | None = None
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._transport: ProcessGroupTransport | None = None
         self._network: Collectives | Levels | None = None  # the collectives over the transport
-        self._memory: SharedMemory | None = None  # shared by the ranks of this node, in exchanges with two levels
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
         self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None if no bucket is expected
         self._running: Future[None] | None = None  # the step in the Compressor's thread, or the last one
@@ -138,7 +137,7 @@ class Compressor(TensorCompressor):
 
     # -- the hook, in the thread of the backward pass ---------------------------------------------------------
 
-    def receive(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def _receive(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Communication hook: queue a DDP bucket. The returned future completes at the end of the step.
 
         If the step fails, the futures still complete and ``backward()`` raises the error after DDP has finished: a
@@ -150,13 +149,13 @@ class Compressor(TensorCompressor):
         buffer = bucket.buffer()
         if bucket.index() == 0:
             # With verify_every, the engine compares the ranks' parameters, so the step cannot bypass it
-            uncompressed = self.local.fallback.uncompressed and not self.local.paused
+            uncompressed = self.rank_state.fallback.uncompressed and not self.rank_state.paused
             self._is_plain = uncompressed and not self.plan.verify_every
-            self.abort_step()
+            self._abort_step()
             self._first_bucket_at = time.perf_counter()
             if self._is_plain:
-                self.local.begin_round()  # so that discard() does not undo the compressed step before this one
-                self.local.late = {}
+                self.rank_state.begin_round()  # so that discard() does not undo the compressed step before this one
+                self.rank_state.late = {}
             else:
                 self._begin(buffer)
         if bucket.is_last():
@@ -194,12 +193,12 @@ class Compressor(TensorCompressor):
         for parameter in bucket.parameters():
             plan_bucket, _ = self._bucket_and_index[self._names[id(parameter)]]
             num_bytes[plan_bucket.spec.name] += parameter.numel() * buffer.element_size()
-        for observer in self.local.observers:
+        for observer in self.rank_state.observers:
             for name, count in num_bytes.items():
-                observer.begun(self.local.rank, name, count)
-                observer.sent(self.local.rank, name, Sent("AllReduce", None, count))
+                observer.begun(self.rank_state.rank, name, count)
+                observer.sent(self.rank_state.rank, name, Sent("AllReduce", None, count))
         self.ledger.steps += bucket.is_last()
-        work = dist.all_reduce(buffer.div_(self.local.world_size), group=self._parent, async_op=True)
+        work = dist.all_reduce(buffer.div_(self.rank_state.world_size), group=self._parent, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
     def _begin(self, buffer: torch.Tensor) -> None:
@@ -214,26 +213,20 @@ class Compressor(TensorCompressor):
 
     def _connect(self, device: torch.device) -> None:
         """Make the process groups, with all ranks."""
-        observers = self.local.observers
-        nodes = self.local.nodes
+        observers = self.rank_state.observers
+        nodes = self.rank_state.nodes
         transport = connect(self._parent, device, self.watchdog, nodes)
         if nodes is None:
             self._network = Collectives(transport, observers)
         else:
-            to_owner, between, from_owner = transport.split(nodes)
-            self._memory = share_memory(to_owner) if device.type == "cpu" and not self.framework.force_torch else None
-            inside: list[Any] = [to_owner, from_owner]
-            if self._memory:
-                inside = [NodeTransport(each, self._memory) for each in inside]
-            allocate = self._memory.allocate if self._memory else None
-            self._network = Levels.over(transport, [inside[0], between, inside[1]], observers, allocate)
+            self._network = Levels.over(transport, transport.split(nodes), observers)
         self._transport = transport
 
-    def knows(self, parameter: torch.nn.Parameter) -> bool:
+    def _knows(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether the Compressor was given this parameter."""
         return id(parameter) in self._names
 
-    def abort_step(self) -> None:
+    def _abort_step(self) -> None:
         """Fail the open step on all ranks, if a backward pass was interrupted and left one open."""
         arrivals = self._arrivals
         self._arrivals = None
@@ -254,7 +247,7 @@ class Compressor(TensorCompressor):
     def _record_time(self) -> None:
         """Record how long the step took. After its last bucket, the backward pass only waits for the exchange."""
         now = time.perf_counter()
-        self.local.note_step(self._first_bucket_at, now, now - self._last_bucket_at)
+        self.rank_state.note_step(self._first_bucket_at, now, now - self._last_bucket_at)
 
     def _gradients(self, bucket: Any) -> dict[str, torch.Tensor]:
         """Return the gradients of a DDP bucket by name, as views of its buffer.
@@ -297,7 +290,7 @@ class Compressor(TensorCompressor):
 
         with torch.no_grad(), torch.cuda.stream(self._stream):
             try:
-                self._exchange(lambda step: self._add_all(step, each()))
+                self._exchange(lambda step: self._add_all(step, each()), 1.0 / self.rank_state.world_size)
             except Exception as error:
                 self._failure = error
                 for _ in each():  # DDP waits for the futures of all buckets, so take the remaining ones, too
@@ -306,33 +299,29 @@ class Compressor(TensorCompressor):
                 if arrival.future is not None:
                     arrival.future.set_result(arrival.buffer)
 
-    def _run_step(self, add: Callable[[Step], None]) -> None:
+    def _run_step(self, add: Callable[[Step], None], factor: float) -> None:
         if self._transport is None:
             self._connect(next(iter(self.parameters.values())).device)
         self._is_reducing = True
         try:
-            self._exchange(add)
+            self._exchange(add, factor)
         finally:
             self._is_reducing = False
 
-    def _exchange(self, add: Callable[[Step], None]) -> None:
+    def _exchange(self, add: Callable[[Step], None], factor: float) -> None:
         """Run one step of the engine.
 
         Args:
             add: function that adds all gradients to the step.
+            factor: factor of sums over ranks.
         """
         assert self._transport is not None
         assert self._network is not None
         self._transport.begin()
-        if self._memory:
-            self._memory.begin()
-        self.local.begin_round()
-        step = self._step = self._new_step(self._network, Agree.FIRST_AND_LAST)
-        step.factor = 1.0 / self.local.world_size
-        with step.defer_errors:
-            step.loss_scale = self.current_loss_scale()
+        self.rank_state.begin_round()
+        step = self._step = self._new_step(self._network, self._terms, Agree.FIRST_AND_LAST)
+        step.factor = factor
         step.run(lambda: add(step))
-        self.ledger.steps += step.finite
         self._end_step(step)
 
     def _add_all(self, step: Step, arrivals: Iterator[Arrival]) -> None:
@@ -385,13 +374,13 @@ def _abort_after_backward(reference: weakref.ref[Compressor], arrivals: SimpleQu
             return
         # Inside of another pass, this was the pass of a block with reentrant checkpointing, and the step goes on
         if torch._C._current_graph_task_id() == -1:
-            compressor.abort_step()
+            compressor._abort_step()
         else:
             _abort_after_backward(reference, arrivals)
 
     # Autograd frees the callbacks of a pass when it has called them, and also when the pass fails
     weakref.finalize(lifetime, ended).atexit = False
-    torch.autograd.Variable._execution_engine.queue_callback(lambda lifetime=lifetime: None)
+    torch.autograd.Variable._execution_engine.queue_callback(lambda lifetime=lifetime: None)  # type: ignore[misc]
 
 
 def _views(bucket: Any) -> list[torch.Tensor]:

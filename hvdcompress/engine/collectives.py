@@ -150,7 +150,7 @@ def received_lengths(out: Array, collective: AllGather | AllToAll, world_size: i
 
 def has_headers(collective: Collective) -> TypeGuard[AllGather | AllToAll]:
     """Return whether a rank may have to read the lengths of what it receives from headers."""
-    return isinstance(collective, AllGather) or isinstance(collective, AllToAll) and collective.receives_unknown
+    return isinstance(collective, AllGather) or (isinstance(collective, AllToAll) and collective.receives_unknown)
 
 
 def by_rank(lengths: Sequence[int], world_size: int) -> list[int]:
@@ -298,15 +298,6 @@ class Collectives:
         """Return the result of a finished collective, in the form that the method expects."""
         assert pending.running.out is not None
         return lift(pending.collective, pending.running.out, pending.lengths or (), pending.ops)
-
-    def progress(self, in_flight: Sequence[Any]) -> None:
-        """Let a transport without a thread of its own work on the oldest collective.
-
-        Args:
-            in_flight: exchanges with a collective in flight, oldest first.
-        """
-        if in_flight:
-            self.transport.ready(in_flight[0].pending.running.handle)
 
     def idle(self, pending: Pending) -> None:
         """Let the transport work until the result of ``pending`` may be available, or for a moment."""

@@ -2,80 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
-from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.bucket_state import BucketState
+from hvdcompress.engine.late import Late
 from hvdcompress.engine.state import NextStep, RankState
-from hvdcompress.method import Array
-from hvdcompress.ops.spec import Ops
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a step, equal on all ranks.
+class Part(Protocol):
+    """A bucket in one step: an exchange that was delivered, or a :class:`PassedThrough`.
 
     Attributes:
-        finite: whether no rank had an Inf or a NaN.
-        triggered: whether the ranks agreed to restart the phases of their methods.
-        unused: names of the tensors whose results no rank uses; their state is kept as it was.
+        name: the name of the bucket.
+        begun_in: ``RankState.round`` at the beginning.
+        late: after :meth:`new_state`, what the optimizer's momentum is adapted to; None if it is not adapted.
     """
 
-    finite: bool = True
-    triggered: bool = False
-    unused: Collection[str] = ()
+    name: str
+    begun_in: int
+    late: Late | None
+
+    @property
+    def state(self) -> BucketState:
+        """The state before the step."""
+
+    def new_state(self, before: BucketState, unused: Collection[str] = ()) -> BucketState:
+        """Return the state after the step. ``before`` is the state, unless the step has the bucket twice."""
+
+    def close(self) -> None:
+        """End after the commit."""
+
+    def abandon(self, fill: bool = False) -> None:
+        """End without effect; fill the results with NaN on request."""
+
+
+class PassedThrough:
+    """A gradient that the driver's framework reduces itself, in place; the engine only counts its steps.
+
+    Args:
+        rank_state: this rank's state.
+        next_step: the step of its bucket; it ``passes_through``.
+        gradient: the PyTorch tensor that the framework reduces; None if the driver fills results with NaN itself.
+    """
+
+    def __init__(self, rank_state: RankState, next_step: NextStep, gradient: Any = None):
+        assert next_step.state is not None
+        self.rank_state = rank_state
+        self.next_step = next_step
+        self.gradient = gradient
+        self.name = next_step.bucket.spec.name
+        self.state = next_step.state
+        self.begun_in = rank_state.round
+        self.late: Late | None = None
+
+    def new_state(self, before: BucketState, unused: Collection[str] = ()) -> BucketState:
+        """Return the state after the step."""
+        new, self.late = self.rank_state.progressed(self.next_step, before, unused)
+        return new
+
+    def close(self) -> None:
+        """Report the commit."""
+        self.rank_state.note_committed(self.name)
+
+    def abandon(self, fill: bool = False) -> None:
+        """Fill the gradient with NaN on request."""
+        if fill and self.gradient is not None:
+            self.gradient.fill_(float("nan"))
 
 
 def commit_step(
-    local: RankState,
-    exchanges: Collection[Exchange],
-    without_exchange: Collection[NextStep],
-    outcome: Outcome,
+    rank_state: RankState,
+    parts: Sequence[Part],
+    finite: bool = True,
+    triggered: bool = False,
+    unused: Collection[str] = (),
     per_bucket: bool = False,
-    sent: Mapping[str, tuple[Ops, Array]] | None = None,
 ) -> None:
-    """Replace the states by the new ones, or fill the results with NaN.
+    """Replace the states by the new ones, or fill the results with NaN. The arguments are equal on all ranks.
 
     Args:
-        local: this rank's state.
-        exchanges: exchanges in stage DELIVERED.
-        without_exchange: buckets that have no exchange on this rank: the driver's framework has reduced their
-            gradients, or another rank of this node exchanges them.
-        outcome: the result of the step.
+        rank_state: this rank's state.
+        parts: the buckets of the step.
+        finite: whether no rank had an Inf or a NaN.
+        triggered: whether the ranks agreed to restart the phases of their methods.
+        unused: names of the tensors whose results no rank uses; their state is kept as it was.
         per_bucket: whether a trigger restarts only these buckets. TensorFlow needs it, because there the ranks agree on
             each tensor separately.
-        sent: with two levels, the elements of each sparse result that are not zero, by bucket, and their array ops.
     """
     # A tensor must be known from its first step on, even if this step has a NaN or is discarded: otherwise ranks would
     # disagree on which tensors exist.
-    begun = [exchange.setup.state for exchange in exchanges]
-    begun += [each.state for each in without_exchange if each.state]
-    local.put(state for state in begun if state.bucket.spec.name not in local.states)
-    for name in (*(each.name for each in exchanges), *(each.bucket.spec.name for each in without_exchange)):
-        local.late.pop(name, None)  # in place: under TensorFlow, steps of other tensors take theirs meanwhile
-    if not outcome.finite:
-        for exchange in exchanges:
-            exchange.abandon(fill=True)
+    rank_state.put(part.state for part in parts if part.name not in rank_state.states)
+    for part in parts:
+        rank_state.late.pop(part.name, None)  # in place: under TensorFlow, steps of other tensors take theirs meanwhile
+    if not finite:
+        for part in parts:
+            part.abandon(fill=True)
         return
-    sent = sent or {}
     # All new states are built before the first one is stored, so that an exception leaves the step without effect.
-    new = {each.name: each.new_state(outcome.unused, sent.get(each.name, (None, None))[1]) for each in exchanges}
-    late = {each.name: each.late for each in exchanges}
-    for each in () if local.uncompressed else without_exchange:
-        name = each.bucket.spec.name
+    new: dict[str, BucketState] = {}
+    for part in parts:
         # A TensorFlow graph may contain several steps of one tensor, hence the lookup in ``new``.
-        before = new.get(name) or local.states[name]
-        flushed = local.is_flushed(before, outcome.unused)
-        ops, index = sent.get(name, (None, None))
-        indices = None if index is None else [index]
-        late[name], arrived = local.note_sent(before, each.method, ops, outcome.unused, indices)
-        new[name] = replace(before, step=before.step + 1, restart=each.restart, flushed=flushed, arrived=arrived)
-    local.swap(new, min((exchange.setup.begun_in for exchange in exchanges), default=None))
-    local.late |= {name: each for name, each in late.items() if each}
-    for exchange in exchanges:
-        exchange.close()
-    for each in without_exchange:
-        for observer in local.observers:
-            observer.committed(local.rank, each.bucket.spec.name, {})
-    if outcome.triggered:
-        local.restart(new.keys() if per_bucket else local.states.keys())
+        new[part.name] = part.new_state(new.get(part.name) or rank_state.states[part.name], unused)
+    rank_state.swap(new, min((part.begun_in for part in parts), default=None))
+    rank_state.late |= {part.name: part.late for part in parts if part.late}
+    for part in parts:
+        part.close()
+    if triggered:
+        rank_state.restart(new.keys() if per_bucket else rank_state.states.keys())

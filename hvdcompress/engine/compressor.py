@@ -9,18 +9,21 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 
 from hvdcompress.engine import late
+from hvdcompress.engine.agreement import SharedConfig
+from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.fallback import SPREAD, Verdict
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
 from hvdcompress.engine.rehearsal import gathers
 from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import Step, evaluate_loss_scale
+from hvdcompress.engine.step import Agree, Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.describe import describe, first_step
 from hvdcompress.engine.telemetry.explanation import explanation
@@ -32,6 +35,8 @@ from hvdcompress.engine.telemetry.summary import summary
 from hvdcompress.method import TensorSpec
 from hvdcompress.parts.momentum import Moment, heavy_ball
 from hvdcompress.plan import Bucket, Plan
+
+Op = Literal["average", "sum"]
 
 
 class Compressor(ABC):
@@ -52,7 +57,8 @@ class Compressor(ABC):
     """
 
     driver = "unnamed"  #: the name of the driver, which is saved with the state
-    no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
+    framework = Framework()  #: functions of the driver's framework that the engine calls
+    _no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
 
     def __init__(
         self,
@@ -65,16 +71,16 @@ class Compressor(ABC):
         self.plan = plan
         self.loss_scale = loss_scale
         self.ledger = Ledger(world_size, rank)
-        self.local = RankState(plan, rank, world_size, self.ledger)
+        self.rank_state = RankState(plan, rank, world_size, self.ledger)
         self.is_adapted = False
         self._use_nodes(location)
-        self.local.driver = self.driver
+        self.rank_state.driver = self.driver
         if world_size == 1:
             log.warn_once("there is only one rank, so nothing is exchanged or compressed; start several ranks")
-        if self.local.fallback.on and self.no_fallback_reason:
-            self.local.fallback.on = False
+        if self.rank_state.fallback.on and self._no_fallback_reason:
+            self.rank_state.fallback.on = False
             if rank == 0:
-                log.warn_once(f"fallback is ignored, and compression is always kept: {self.no_fallback_reason}")
+                log.warn_once(f"fallback is ignored, and compression is always kept: {self._no_fallback_reason}")
         # The watchdog's thread must not keep the Compressor alive
         myself = weakref.ref(self)
         limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
@@ -86,7 +92,7 @@ class Compressor(ABC):
         Raises:
             ValueError: the ranks cannot be distributed as the plan says.
         """
-        local = self.local
+        local = self.rank_state
         nodes = find_nodes(self.plan.nodes, local.rank, local.world_size, location)
         if nodes and self.plan.nodes == "auto" and not self._gathers():
             # A sum crosses a node's link once, whatever the number of ranks, so a second level would only add to it
@@ -120,7 +126,7 @@ class Compressor(ABC):
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        return self.local.state_dict()
+        return self.rank_state.state_dict()
 
     @abstractmethod
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -154,12 +160,12 @@ class Compressor(ABC):
             FileNotFoundError: the folder has no complete set of saved states.
             ValueError: the files are damaged, or the state does not match. Then nothing is changed.
         """
-        local = self.local
+        local = self.rank_state
         self.load_state_dict(checkpoint.load(folder, local.rank, local.world_size, local.nodes))
 
     def release(self) -> None:
         """Delete residuals and other state, and free their memory. Tensors start again from step 0."""
-        self.local.release()
+        self.rank_state.release()
 
     @abstractmethod
     def _waits_for(self) -> str | None:
@@ -169,19 +175,27 @@ class Compressor(ABC):
         """Return whether the ranks of this Compressor are gone, as after a reset of elastic training."""
         return False
 
+    def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
+        """Return a step with the current loss scale, whose error is deferred."""
+        step = Step(self.rank_state, network, config, agree, self.framework)
+        with step.defer_errors:
+            step.loss_scale = self._current_loss_scale()
+        return step
+
     def _end_step(self, step: Step) -> None:
-        """Finish a step: log a report after the first one, and update the fallback with the ranks' votes."""
-        fallback = self.local.fallback
-        if self.local.paused or not step.finite:
+        """Count a step; log a report after the first one, and update the fallback with the ranks' votes."""
+        self.ledger.steps += step.finite
+        fallback = self.rank_state.fallback
+        if self.rank_state.paused or not step.finite:
             return
-        if self.ledger.steps == 1 and self.local.rank == 0:
+        if self.ledger.steps == 1 and self.rank_state.rank == 0:
             self._log_first_step()
         if self.ledger.steps == 2:
             self._warn_if_not_adapted()
-        self.local.end_flush()
+        self.rank_state.end_flush()
         if fallback.compares:
             fallback.decide(step.max_votes)
-            if not fallback.compares and self.local.rank == 0:
+            if not fallback.compares and self.rank_state.rank == 0:
                 sends = f"; the next {SPREAD} steps also send the residuals"
                 log.warn_once(f"{fallback}{sends if fallback.verdict is Verdict.FLUSH else ''}")
 
@@ -189,7 +203,7 @@ class Compressor(ABC):
         """Log which tensors the first step compressed, or warn that it compressed none."""
         buckets = self._own_buckets()
         if done := first_step(buckets, self.ledger.dense_bytes(), self.ledger.bytes_sent()):
-            log.info_once(f"{done}, on rank 0" if self.local.nodes else done)
+            log.info_once(f"{done}, on rank 0" if self.rank_state.nodes else done)
         elif self.plan.program.main.id != "none":
             largest = max((member.size for bucket in buckets for member in bucket.members), default=0)
             log.warn_once(
@@ -199,30 +213,30 @@ class Compressor(ABC):
 
     def _warn_if_not_adapted(self) -> None:
         """Warn on rank 0 if no optimizer's momentum was adapted, although gradients have waited in residuals."""
-        if self.local.late and not self.is_adapted and self.local.rank == 0:
+        if self.rank_state.late and not self.is_adapted and self.rank_state.rank == 0:
             log.warn_once(
                 "the momentum of your optimizer is not adapted: on top of residuals it costs accuracy. Put its step "
                 'inside of `with compressor.adapted(…):`, or set optimizer_momentum="keep" if it has no momentum'
             )
 
     def _decision(self) -> str:
-        fallback = self.local.fallback
+        fallback = self.rank_state.fallback
         return f"\n{fallback}" if fallback.on and not fallback.compares else ""
 
     # -- user interface -------------------------------------------------------------------------------------
 
-    def observe(self, **metrics: float) -> None:
+    def report_metrics(self, **metrics: float) -> None:
         """Report training metrics to the methods, such as ``loss=0.7`` or ``learning_rate=0.1``.
 
         Call it on one rank or on several, at any time. If a method requests a restart of the phases on one rank, all
         ranks restart them in the next step. GradiVeQ recomputes its basis when the learning rate drops; FFT sends more
         when the loss gets worse.
         """
-        self.local.observe(metrics)
+        self.rank_state.report_metrics(metrics)
 
     def trigger(self) -> None:
         """Restart the phases of all methods on all ranks in the next step. A call on one rank is enough."""
-        self.local.trigger_requested = True
+        self.rank_state.trigger_requested = True
 
     def discard(self) -> None:
         """Undo the last step: all state is restored, except for an agreed restart of the phases.
@@ -239,7 +253,7 @@ class Compressor(ABC):
         self._refuse_in_step(
             "call discard() after the step: after backward() under DDP, after synchronize() under Horovod"
         )
-        self.local.discard()
+        self.rank_state.discard()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -254,13 +268,13 @@ class Compressor(ABC):
         # Not allowed within a step, because a step must not mix both kinds of exchanges
         between = "enter and leave paused() between steps; under Horovod, call synchronize() inside of it"
         self._refuse_in_step(between)
-        before = self.local.paused
-        self.local.paused = True
+        before = self.rank_state.paused
+        self.rank_state.paused = True
         try:
             yield
             self._refuse_in_step(between)
         finally:
-            self.local.paused = before
+            self.rank_state.paused = before
 
     @contextlib.contextmanager
     def adapted(
@@ -278,7 +292,7 @@ class Compressor(ABC):
         Gradients that waited in residuals are applied with less momentum; see docs/momentum.md. Optimizers of PyTorch
         and of Keras, if the driver wraps or knows them, need no call. Example::
 
-            reduced = compressor.allreduce_many(gradients)
+            reduced = compressor.allreduce(gradients)
             with compressor.adapted(velocity, reduced, momentum=0.9):
                 for name, gradient in reduced.items():
                     velocity[name][:] = 0.9 * velocity[name] + gradient
@@ -305,8 +319,8 @@ class Compressor(ABC):
     @contextlib.contextmanager
     def _adapting(self, buffers: Mapping[str, Any], gradients: Mapping[str, Any], moment: Moment) -> Iterator[None]:
         self.is_adapted = True
-        self.local.tracks_ages = True
-        with late.adapted(self.local.late.values(), buffers, gradients, moment, self._flat):
+        self.rank_state.tracks_ages = True
+        with late.adapted(self.rank_state.late.values(), buffers, gradients, moment, self._flat):
             yield
 
     def _flat(self, array: Any) -> Any:
@@ -316,17 +330,72 @@ class Compressor(ABC):
             raise ValueError("a buffer is not contiguous, so it cannot be changed in place")
         return flat
 
+    def allreduce(
+        self,
+        tensors: Any,
+        name: str = "",
+        op: Op = "average",
+        out: Any = None,
+    ) -> Any:
+        """Reduce named tensors over all ranks in one step; also a single tensor, with its name.
+
+        All ranks call it equally often, with the same names. Exchanges overlap, and small tensors share a bucket. If
+        any tensor of any rank contains NaN or Inf, all results are NaN on all ranks, and state stays as it was. After
+        an error the Compressor can be used again.
+
+        Under PyTorch, it is for programs with a loop of their own: give the Compressor to no optimizer and to no model
+        then, and give it one tensor for each of its parameters. Under MPI, tensors are NumPy arrays of any shape, of
+        float16, float32 or float64.
+
+        Args:
+            tensors: {name: tensor}; or one tensor.
+            name: the name of the one tensor. Residuals are kept by name.
+            op: "average" or "sum".
+            out: contiguous tensors of the same names, shapes and dtypes that receive the results. ``out=tensors`` is
+                the fastest choice: writing to newly allocated memory may take longer than the exchange. After an
+                error, the contents of ``out`` are undefined.
+
+        Returns:
+            {name: result}; or the one result. The tensors of ``out``, or new ones.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong on this rank; the other ranks raise PeerError.
+            PeerError: a rank failed, or ranks differ in names, shapes, dtypes, op, step or loss scale; on every rank.
+            RuntimeError: a step is in progress.
+            NotImplementedError: the driver has no exchange outside of its framework (TensorFlow, FSDP).
+        """
+        if isinstance(tensors, Mapping):
+            return self._allreduce(tensors, op, out)
+        if not name:
+            raise TypeError(
+                "name is missing: residuals are kept by name, so each tensor needs its own: "
+                'compressor.allreduce(gradient, name="layer1.weight")'
+            )
+        return self._allreduce({name: tensors}, op, None if out is None else {name: out})[name]
+
+    def _allreduce(self, tensors: Mapping[str, Any], op: Op, out: Mapping[str, Any] | None) -> dict[str, Any]:
+        raise NotImplementedError(f"allreduce() is not available under {self.driver}")
+
+    def close(self) -> None:  # noqa: B027 (Horovod owns what a Compressor under it uses)
+        """Free process groups, communicators and threads of the Compressor. Call it between steps, on every rank."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _refuse_in_step(self, instead: str) -> None:
         if self._waits_for() is not None:
             raise RuntimeError(f"a step is in progress: {instead}")
 
-    def watch(self, observer: Observer) -> None:
+    def add_observer(self, observer: Observer) -> None:
         """Register an observer for the events of all later exchanges: encoding, sending, waiting, decoding, commits."""
-        self.local.observers.append(observer)
+        self.rank_state.observers.append(observer)
 
     def describe(self) -> str:
         """Return the method, the tensors and the memory of state of each group of tensors, one line per group."""
-        nodes = self.local.nodes
+        nodes = self.rank_state.nodes
         levels = f"\ntwo levels: {nodes}; each tensor has its state on one rank of a node" if nodes else ""
         return describe(self._buckets()) + levels + self._decision()
 
@@ -342,15 +411,15 @@ class Compressor(ABC):
             link_gbits: speed of this rank's network link in Gbit/s. It separates the time of the link from waiting for
                 slower ranks.
         """
-        table = summary(self.figures(), self.ledger, self.local.rank)
-        step = self.local.times.mean()
+        table = summary(self.figures(), self.ledger, self.rank_state.rank)
+        step = self.rank_state.times.mean()
         if step is None:
             return table + self._decision()
         return f"{table}\n{explanation(step, self._uncompressed_steps(), link_gbits)}"
 
     def _uncompressed_steps(self) -> str:
         """Describe the measured duration of uncompressed steps."""
-        fallback = self.local.fallback
+        fallback = self.rank_state.fallback
         if not fallback.on:
             return "uncompressed steps: not measured; fallback: true in the plan measures some"
         if fallback.compares:
@@ -366,7 +435,7 @@ class Compressor(ABC):
             step: step of the training; by default the number of steps done.
         """
         step = self.ledger.steps if step is None else step
-        for tag, value in scalars(self.figures(), self.ledger, self.local.rank).items():
+        for tag, value in scalars(self.figures(), self.ledger, self.rank_state.rank).items():
             writer.add_scalar(tag, value, step)
 
     def openmetrics(self, **labels: str) -> str:
@@ -378,14 +447,14 @@ class Compressor(ABC):
         Raises:
             ValueError: a label name is malformed, or is "rank", "program" or "counter".
         """
-        return openmetrics(self.figures(), self.ledger, self.local.rank, labels)
+        return openmetrics(self.figures(), self.ledger, self.rank_state.rank, labels)
 
     def figures(self) -> list[Figures]:
         """Return this rank's figures by program, as numbers. It reads every residual once.
 
         With two levels, these are the figures of the tensors that this rank exchanges between nodes.
         """
-        return figures(self.local, self.ledger, self._own_buckets(), self._to_host)
+        return figures(self.rank_state, self.ledger, self._own_buckets(), self._to_host)
 
     def _to_host(self, array: Any) -> np.ndarray[Any, Any]:
         """Convert an array of state to a NumPy array."""
@@ -393,13 +462,13 @@ class Compressor(ABC):
 
     def _buckets(self) -> list[Bucket]:
         """Return the buckets that are known so far."""
-        return self.local.buckets()
+        return self.rank_state.buckets()
 
     def _own_buckets(self) -> list[Bucket]:
         """Return the buckets that this rank exchanges: with two levels, other ranks of its node exchange others."""
-        return [bucket for bucket in self._buckets() if self.local.owns(bucket)]
+        return [bucket for bucket in self._buckets() if self.rank_state.owns(bucket)]
 
-    def current_loss_scale(self) -> float:
+    def _current_loss_scale(self) -> float:
         """Return the current loss scale.
 
         Raises:
@@ -451,7 +520,7 @@ def _progress_of(compressor: Compressor | None) -> Progress | None:
     if compressor._is_over():
         return None
     # list() because the main thread may replace the dictionary in the middle of this call
-    steps = max((state.step for state in list(compressor.local.states.values())), default=0)
+    steps = max((state.step for state in list(compressor.rank_state.states.values())), default=0)
     return Progress(steps, compressor._waits_for(), first=compressor.ledger.steps == 0)
 
 

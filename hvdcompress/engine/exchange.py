@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Hashable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -68,8 +68,14 @@ class Exchange:
         pending: the same collective, in flight.
     """
 
+    level: Literal["between"] = "between"  #: with two levels, the level of the collectives
+
     def __init__(self, setup: Setup):
         self.setup = setup
+        self.ops = setup.ops
+        self.dtype = setup.dtype
+        self.state = setup.state
+        self.begun_in = setup.begun_in
         self.name = setup.bucket.spec.name
         self.stage = Stage.FILLING
         self.outs: list[Any] = [None] * len(setup.bucket.members)
@@ -84,7 +90,6 @@ class Exchange:
         self._lengths: dict[Hashable, int] = {}  # fixed payload lengths to add to Memory.lengths on commit
         # {index of a tensor: the part of its result that float16 cannot hold}, in the units of the residual
         self._overflow: dict[int, Array] = {}
-        self._averaged = 1.0  # factor of the totals: 1/world_size if a stock all-reduce has averaged the payload
         self._yielded_at = 0.0
 
     # -- FILLING --------------------------------------------------------------------------------------------
@@ -176,8 +181,8 @@ class Exchange:
             self.collective.num_bytes if isinstance(self.collective, Broadcast) else int(self.collective.x.nbytes)
         )
         answer = Completed(setup.method.id, self.round, type(self.collective).__name__, num_bytes, seconds)
-        for observer in setup.local.observers:
-            observer.completed(setup.local.rank, self.name, answer)
+        for observer in setup.rank_state.observers:
+            observer.completed(setup.rank_state.rank, self.name, answer)
         return self._send(result)
 
     def _send(self, result: Any) -> Collective | None:
@@ -235,24 +240,6 @@ class Exchange:
             raise self.wrap_error(ValueError(message))
         self._lengths[self.collective_key] = each[0]
 
-    def resume_carried(self, result: Array, factor: float) -> float:
-        """Resume with the result of a stock all-reduce.
-
-        Args:
-            result: ``factor`` times the sum of the payloads.
-            factor: 1/world_size if the all-reduce averaged, 1 if it summed.
-
-        Returns:
-            The factor to pass to :meth:`deliver`.
-        """
-        # A linear method may decode the average directly, which saves a pass over the result
-        if self.setup.method.linear:
-            self.resume(result)
-            self._averaged = factor
-            return 1.0
-        self.resume(result * np.float32(1.0 / factor))
-        return factor
-
     # -- REDUCED --------------------------------------------------------------------------------------------
 
     def deliver(self, factor: float) -> None:
@@ -264,7 +251,7 @@ class Exchange:
         self._expect(Stage.REDUCED)
         setup = self.setup
         began = time.perf_counter()
-        share = setup.scale / (factor * self._averaged * setup.group.world_size)
+        share = setup.scale / (factor * setup.group.world_size)
         # A residual adds up several steps, and a lossy method may round up, so a result can exceed the range of float16
         # although no gradient does. A sum can do so, too, and is then Inf
         is_average = share > 0.999 * setup.scale and not setup.method.identity
@@ -285,9 +272,7 @@ class Exchange:
         factor = factor / setup.scale
         if len(self.reduced) == len(outs):
             for out, reduced in zip(outs, self.reduced, strict=True):
-                # With a carried payload, the driver's all-reduce may have written the result into ``out`` already
-                if out is not reduced.total or factor != 1.0:
-                    ops.write(out, reduced.total, factor)
+                ops.write(out, reduced.total, factor)
             return
         if isinstance(total, Outer | Spectra):  # these forms cannot be sliced by tensor
             lazy = total
@@ -313,10 +298,13 @@ class Exchange:
 
     # -- DELIVERED ------------------------------------------------------------------------------------------
 
-    def new_state(self, unused: Collection[str] = (), sent: Array | None = None) -> BucketState:
+    def new_state(
+        self, before: BucketState | None = None, unused: Collection[str] = (), sent: Array | None = None
+    ) -> BucketState:
         """Return the state after this step, and set :attr:`late`.
 
         Args:
+            before: not used: an exchange has read the state at its beginning.
             unused: names of the tensors whose results no rank uses. They keep their residual and velocity.
             sent: with two levels, the elements of the result that are not zero, as all ranks of the node see them.
         """
@@ -348,7 +336,7 @@ class Exchange:
             setup.state.step + 1,
             setup.state.triggers,
             setup.next_step.restart,
-            setup.local.is_flushed(setup.state, unused, any(map(setup.ops.max_abs, self._overflow.values()))),
+            setup.rank_state.is_flushed(setup.state, unused, any(map(setup.ops.max_abs, self._overflow.values()))),
         )
 
     def _note_sent(self, unused: Collection[str], sent: Array | None) -> Array | None:
@@ -363,7 +351,7 @@ class Exchange:
             shares = [list(total.each) if isinstance(total, Shares) else [total] for total in totals]
             indices = [setup.ops.concat([share.index for share in each]) for each in shares]
             ranks = max(map(len, shares))
-        self.late, arrived = setup.local.note_sent(setup.state, setup.method, setup.ops, unused, indices, ranks)
+        self.late, arrived = setup.rank_state.note_sent(setup.state, setup.method, setup.ops, unused, indices, ranks)
         return arrived
 
     def close(self) -> None:
@@ -377,13 +365,13 @@ class Exchange:
                 counters[name] = counters.get(name, 0) + count
         if not setup.paused:
             setup.memory.lengths |= self._lengths
-            if len(setup.method.phases) > 1 and setup.local.next_step(setup.bucket).phase != setup.ctx.phase:
+            if len(setup.method.phases) > 1 and setup.rank_state.next_step(setup.bucket).phase != setup.ctx.phase:
                 setup.memory.lengths.clear()  # a later phase may have other payload lengths
             if any(reduced.trigger for reduced in self.reduced):
-                setup.local.trigger_requests.add(self.name)
+                setup.rank_state.trigger_requests.add(self.name)
         self.stage = Stage.CLOSED
-        for observer in setup.local.observers:
-            observer.committed(setup.local.rank, self.name, counters)
+        for observer in setup.rank_state.observers:
+            observer.committed(setup.rank_state.rank, self.name, counters)
 
     def abandon(self, fill: bool = False) -> None:
         """End the exchange without effect.
@@ -413,7 +401,7 @@ class Exchange:
     def wrap_error(self, error: Exception) -> ExchangeError:
         """Wrap an exception from the method with the tensor, round and rank."""
         name = self._fused.current if self._fused else self.name
-        local = self.setup.local
+        local = self.setup.rank_state
         who = f"rank {local.rank}" if local.nodes is None else f"rank {local.rank}, node {self.setup.group.rank}"
         where = f"method {self.setup.method.id}, round {max(self.round, 0)}, {who}"
         return ExchangeError(f"tensor {name!r} ({where}): {type(error).__name__}: {error}")
@@ -430,7 +418,7 @@ class Exchange:
 
     def _record_codec_time(self, seconds: float) -> None:
         """Report codec time to the observers: encoding until the last collective, decoding after it."""
-        local = self.setup.local
+        local = self.setup.rank_state
         for observer in local.observers:
             if self.stage < Stage.REDUCED:
                 observer.encoded(local.rank, self.name, seconds)

@@ -46,7 +46,7 @@ class Setup:
     """
 
     def __init__(self, local: RankState, group: Group, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0):
-        self.local = local
+        self.rank_state = local
         self.group = group
         self.bucket = bucket
         self.like = like
@@ -81,7 +81,7 @@ class Setup:
             self.group.world_size,
             state.step,
             spec,
-            self.local.plan.seed,
+            self.rank_state.plan.seed,
             self.next_step.phase,
             state.triggers,
             self.with_feedback,

@@ -26,9 +26,9 @@ from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import feedback, momentum
 from hvdcompress.plan import Bucket, Grouping, Plan
-from hvdcompress.registry import get
+from hvdcompress.registry import get_method
 
-UNCOMPRESSED = get("none")
+UNCOMPRESSED = get_method("none")
 SEEN = 10  #: steps after which all tensors are assumed to have appeared
 
 
@@ -61,12 +61,6 @@ class NextStep(NamedTuple):
         if not method.identity or method.feedback != "none" or self.bucket.spec.dtype != "float32":
             return False
         return len(self.bucket.members) == 1
-
-    def carried_elements(self) -> int | None:
-        """Return the payload's number of float32 elements if a stock all-reduce can carry it, otherwise None."""
-        if type(self.method).piggyback is Method.piggyback or len(self.bucket.members) > 1 or self.dtype != "float32":
-            return None
-        return self.method.piggyback(self.bucket.spec, self.phase, self.state.slots if self.state else {})
 
 
 class RankState:
@@ -201,8 +195,13 @@ class RankState:
         for observer in self.observers:
             observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
 
+    def note_committed(self, name: str) -> None:
+        """Report the end of a step of a bucket that was not exchanged on this rank."""
+        for observer in self.observers:
+            observer.committed(self.rank, name, {})
+
     def pass_through(self, bucket: Bucket, like: Array, ops: Ops) -> NextStep:
-        """Register a gradient that the driver's framework reduces itself.
+        """Begin a step of a bucket whose gradient the driver's framework reduces itself.
 
         Args:
             bucket: a bucket whose :class:`NextStep` has ``passes_through``.
@@ -210,23 +209,11 @@ class RankState:
             ops: the array ops of its library.
 
         Returns:
-            The next step, for ``commit.commit_step``.
+            The next step, for :class:`~hvdcompress.engine.commit.PassedThrough`.
         """
         planned = self.next_step(bucket)
         self.note_begun(bucket)
         return planned._replace(state=self.state_of(planned, like, ops))
-
-    def follow(self, bucket: Bucket) -> NextStep:
-        """Register a bucket that another rank of this node exchanges, so that its progress is known here.
-
-        Returns:
-            The next step, for ``commit.commit_step``.
-        """
-        planned = self.next_step(bucket)
-        if bucket.spec.name in self._committed:
-            self.begin_round()
-        self._can_discard = True
-        return planned._replace(state=planned.state or BucketState(bucket, {}))
 
     def memory_of(self, name: str) -> Memory:
         """Return the reused buffers of a bucket."""
@@ -279,6 +266,30 @@ class RankState:
         if state.step % RENEWED == 0:
             arrived[now - arrived > momentum.MAX_WAIT] = stamp_of(state.step + 1 - momentum.MAX_WAIT)
         return Late(bucket, method, indices, ages, ranks), arrived
+
+    def progressed(
+        self,
+        planned: NextStep,
+        before: BucketState,
+        unused: Collection[str],
+        ops: Ops | None = None,
+        index: Array | None = None,
+    ) -> tuple[BucketState, Late | None]:
+        """Return the state after a step of a bucket that was not exchanged on this rank, and what was sent.
+
+        Args:
+            planned: the step.
+            before: the state before it.
+            unused: names of the tensors whose results no rank uses.
+            ops: the array ops of the library of ``index``.
+            index: with two levels, the elements of the result of a sparse method that are not zero.
+        """
+        if self.uncompressed:
+            return before, None
+        late, arrived = self.note_sent(before, planned.method, ops, unused, None if index is None else [index])
+        flushed = self.is_flushed(before, unused)
+        after = replace(before, step=before.step + 1, restart=planned.restart, flushed=flushed, arrived=arrived)
+        return after, late
 
     # -- commit and undo ------------------------------------------------------------------------------------
 
@@ -405,7 +416,7 @@ class RankState:
 
     # -- triggers -------------------------------------------------------------------------------------------
 
-    def observe(self, metrics: Mapping[str, float]) -> None:
+    def report_metrics(self, metrics: Mapping[str, float]) -> None:
         """Pass metrics to the methods, and request a trigger if a method wants one.
 
         Args:
@@ -574,7 +585,7 @@ class RankState:
     def _tables(self, states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
         """Return the tables of these states and of loaded tensors that have not appeared yet."""
         tables = snapshot.tables(states)
-        waiting = self._loaded or dict.fromkeys(snapshot.TABLES, {})
+        waiting = self._loaded or {table: {} for table in snapshot.TABLES}
         return {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
 
     def load_state_dict(self, saved: snapshot.Saved, buckets: Sequence[Bucket] | None = None) -> None:

@@ -3,6 +3,29 @@
 A driver creates a :class:`Step`, passes gradients to :meth:`Step.add`, and calls :meth:`Step.finish`. A driver that has
 all gradients at once calls :meth:`Step.run` instead. Networks differ in two values: whether they match collectives by
 order or by name (``transport.ordered``), and when the ranks agree (:class:`Agree`).
+
+With two levels (``levels.py``), a bucket passes through three networks, and the ranks of a node must start its way back
+in the same order; apart from that, both kinds of exchanges are driven alike.
+
+Why the ranks agree, and why at these points. A step must have the same effect on all ranks: if one rank keeps a new
+residual and another one discards it, they diverge without an error. So each rank tells the others in a *status* whether
+it has failed, whether its gradients are finite, and what it believes about plan, tensors, steps and loss scale.
+
+- Ordered networks match the n-th collective of a rank with the n-th of the others. If plans differ, payloads of
+  different lengths meet, and gloo and MPI truncate them or hang. So a status precedes the first collective. It is sent
+  before the gradients exist, to overlap with the backward pass, and cannot tell whether they are finite; so a second
+  status follows the last collective.
+- Networks that match by name start collectives in the order of hooks, which differs between ranks, so no status can
+  precede all of them. One status is sent when all exchanges are in flight, before this rank waits for any of them: a
+  rank that failed may never start its part.
+
+What was tried: one status at the end (a rank with another plan hung in the first collective); waiting for one tensor
+after the other (a deadlock if ranks start them in different orders); a status for each tensor (it costs as much as the
+exchange of a small tensor; TensorFlow's driver has no choice).
+
+What is not nice: a rank that fails on an ordered network needs an alarm (``safety/alarm.py``), since its collectives
+cannot be cancelled. With two levels under Horovod there are two statuses, because only the owner of a bucket sees the
+sum of its node. An agreed trigger outlives a step that is not finite, although nothing else of the step does.
 """
 
 from __future__ import annotations
@@ -16,7 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,12 +55,13 @@ from hvdcompress.engine.agreement import (
     text_of,
 )
 from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.commit import Outcome, commit_step
+from hvdcompress.engine.commit import PassedThrough, commit_step
 from hvdcompress.engine.exchange import Exchange, Stage
+from hvdcompress.engine.levels import Level, Levels, NodeExchange
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.safety.alarm import common_error
 from hvdcompress.engine.setup import Setup
-from hvdcompress.engine.state import NextStep, RankState
+from hvdcompress.engine.state import RankState
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag, both
@@ -87,13 +111,6 @@ class Framework:
         return local.checksums()
 
 
-class PassedThrough(NamedTuple):
-    """A gradient that the driver's framework reduces itself, in place; the engine only observes it."""
-
-    next_step: NextStep
-    gradient: Any
-
-
 #: Decorator. The program may have set NumPy to raise on overflow; inside the engine, Inf is data and must not raise
 IGNORE_FLOAT_WARNINGS = np.errstate(all="ignore")
 
@@ -123,13 +140,14 @@ class Step:
 
     Args:
         local: the state of this rank.
-        collectives: the collectives of all ranks, for their status and for exchanges.
+        network: the collectives of all ranks; with two levels, the :class:`Levels` of this rank.
         config: plan and tensors, which must be equal on all ranks.
         agree: when the ranks agree; None if the driver compares the status itself.
         framework: the functions of the driver's framework.
 
     Attributes:
-        network: the collectives of the ranks that exchange with each other; all ranks by default.
+        collectives: the collectives of all ranks.
+        levels: the collectives by level; None with one level.
         exchanges: {bucket name: exchange}.
         loss_scale: the factor by which the loss was multiplied. Set it before the first gradient.
         error: the first deferred error of this rank; the status tells the other ranks.
@@ -142,7 +160,6 @@ class Step:
         defer_errors: ``with step.defer_errors:`` stores an exception in ``error`` instead of raising it, until the
             ranks agree.
         unused: names of the tensors whose results no rank uses; their state is kept.
-        followed: buckets that another rank of this node exchanges; here only their progress is kept.
         finite: whether no rank had an Inf or a NaN, as far as this rank knows. Its own gradients are included after
             :meth:`status`.
     """
@@ -150,21 +167,21 @@ class Step:
     def __init__(
         self,
         local: RankState,
-        collectives: Collectives,
+        network: Collectives | Levels,
         config: SharedConfig,
         agree: Agree | None = None,
         framework: Framework = Framework(),  # noqa: B008  (it has no state)
     ):
-        self.local = local
-        self.collectives = collectives
-        self.network = collectives
+        self.rank_state = local
+        self.levels = network if isinstance(network, Levels) else None
+        self.collectives = network.world if isinstance(network, Levels) else network
         self.agree = agree
         self.framework = framework
         self.config = replace(config, plan={**config.plan, "paused": True}) if local.paused else config
         self.votes = [] if local.uncompressed else local.fallback.votes()
         self.max_votes: list[float] = []
         self.loss_scale = 1.0
-        self.exchanges: dict[str, Exchange] = {}
+        self.exchanges: dict[str, Exchange | NodeExchange] = {}
         self.error: Exception | None = None
         self.factor: float | None = None
         self.used: Sequence[bool] | None = None
@@ -172,15 +189,18 @@ class Step:
         self.finite = True
         self.unused: set[str] = set()
         self.triggered = False  # whether the ranks agreed to restart the phases
-        self._in_flight: deque[Exchange] = deque()  # with a collective in flight, oldest first
-        self._done: list[Exchange] = []  # in stage REDUCED
-        self.followed: list[NextStep] = []
+        self._in_flight: deque[Exchange | NodeExchange] = deque()  # with a collective in flight, oldest first
+        self._done: list[Exchange | NodeExchange] = []  # in stage REDUCED
+        self._to_return: deque[NodeExchange] = deque()  # not on the way from the owner yet, in the order of their start
+        self._returning: deque[NodeExchange] = deque()  # on the way from the owner, oldest first
         self._passed_through: list[PassedThrough] = []  # gradients that the framework reduces
         self._first_status: Pending | None = None  # the status that was sent and not received yet
         self._error_text = ""  # the error that the sent status reported
         self._requested_trigger = False  # whether the status carried a request of this rank for a trigger
         self._device_flags: dict[Any, Flag] = {}  # {device: whether its gradients are finite}, not read yet
-        self._agrees_again = False  # whether another status of this step follows, which will report errors
+        # Whether another status of this step follows, which will report errors. With two levels, a second one tells
+        # whether the sums of the nodes are finite
+        self._agrees_again = bool(self.levels) and agree is Agree.BEFORE_WAITING
         self._last_poll = 0.0  # time of the last poll()
         self.defer_errors = DeferErrors(self)
 
@@ -193,8 +213,7 @@ class Step:
         indices: Sequence[int],
         gradients: Sequence[Array],
         outs: Sequence[Any] | None = None,
-        may_carry: bool = False,
-    ) -> Exchange | None:
+    ) -> None:
         """Add gradients of a bucket. The last one starts the exchange.
 
         Args:
@@ -202,11 +221,6 @@ class Step:
             indices: indices of the tensors among the members of the bucket.
             gradients: flat gradients of these tensors; see :meth:`Exchange.add`.
             outs: flat arrays for the results; see :meth:`Exchange.add`.
-            may_carry: whether the driver can send the payload in a stock float32 all-reduce.
-
-        Returns:
-            The exchange, if the driver must send its payload: it all-reduces ``exchange.collective.x`` and calls
-            :meth:`receive_carried` with the result. Otherwise None.
 
         Raises:
             ExchangeError: the method raised an exception on this rank.
@@ -217,27 +231,29 @@ class Step:
         if exchange is None:
             like = gradients[0]
             ops = self.framework.ops(like)
-            setup = Setup(self.local, self.network.group, bucket, like, ops, self.loss_scale)
-            exchange = self.exchanges[bucket.spec.name] = Exchange(setup)
+            if self.levels:
+                exchange = NodeExchange(self.rank_state, self.levels, bucket, like, ops, self.loss_scale)
+            else:
+                setup = Setup(self.rank_state, self.collectives.group, bucket, like, ops, self.loss_scale)
+                exchange = Exchange(setup)
+            self.exchanges[bucket.spec.name] = exchange
         exchange.add(indices, gradients, outs)
-        return self._start(exchange, may_carry) if exchange.is_full else None
+        if exchange.is_full:
+            self._start(exchange)
 
-    def _start(self, exchange: Exchange, may_carry: bool) -> Exchange | None:
+    def _start(self, exchange: Exchange | NodeExchange) -> None:
         """Start the first collective of an exchange that has all its gradients."""
         exchange.start()
+        if isinstance(exchange, NodeExchange):
+            self._to_return.append(exchange)
         # On a device the flag stays a tensor here. Reading it would synchronise with the device once per bucket.
         self._note_finite(exchange.finite)
         if self.agree is Agree.FIRST_AND_LAST:
             self.receive_status()  # it was in flight while the first bucket was encoded
-        carried = may_carry and exchange.setup.next_step.carried_elements() is not None
-        if exchange.stage is Stage.REDUCED:
-            self._done.append(exchange)
-        elif not carried:
-            self._submit(exchange)
+        self._submit(exchange)
         # MPI transfers data only inside MPI calls, so poke the oldest collective while this rank is busy encoding
-        if self.network.ordered:
-            self.network.progress(self._in_flight)
-        return exchange if carried else None
+        if self.collectives.ordered and self._in_flight:
+            self._is_ready(self._in_flight[0])
 
     @IGNORE_FLOAT_WARNINGS
     def fill_missing(self) -> None:
@@ -246,7 +262,7 @@ class Step:
         for _, exchange in sorted(self.exchanges.items()):
             if exchange.stage is Stage.FILLING:
                 exchange.fill_missing()
-                self._start(exchange, may_carry=False)
+                self._start(exchange)
 
     def pass_through(self, bucket: Bucket, gradient: Any, like: Array) -> None:
         """Register a gradient that the driver's framework reduces itself.
@@ -257,8 +273,8 @@ class Step:
                 of the step is not finite.
             like: an array on the gradient's device.
         """
-        next_step = self.local.pass_through(bucket, like, self.framework.ops(like))
-        self._passed_through.append(PassedThrough(next_step, gradient.detach()))
+        next_step = self.rank_state.pass_through(bucket, like, self.framework.ops(like))
+        self._passed_through.append(PassedThrough(self.rank_state, next_step, gradient.detach()))
 
     @IGNORE_FLOAT_WARNINGS
     def check_finite(self, gradient: Array) -> None:
@@ -267,17 +283,6 @@ class Step:
         A sum that contains NaN or Inf stays non-finite, so the gradient may already be in flight.
         """
         self._note_finite(self.framework.ops(gradient).all_finite(gradient))
-
-    @IGNORE_FLOAT_WARNINGS
-    def receive_carried(self, exchange: Exchange, result: Array) -> None:
-        """Resume an exchange whose payload the driver all-reduced.
-
-        Args:
-            exchange: the exchange that :meth:`add` returned.
-            result: the sum of the payloads, multiplied by :attr:`factor`.
-        """
-        assert self.factor is not None
-        self._deliver(exchange, exchange.resume_carried(result, self.factor))
 
     @IGNORE_FLOAT_WARNINGS
     def poll(self) -> None:
@@ -299,6 +304,8 @@ class Step:
         while self._in_flight and self._is_ready(self._in_flight[0]):
             self._advance(self._in_flight.popleft())
         self._deliver_done()
+        while self._returning and self._is_ready(self._returning[0]):
+            self._advance(self._returning.popleft())
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -323,7 +330,7 @@ class Step:
     @property
     def is_busy(self) -> bool:
         """Whether a collective of a tensor is in flight."""
-        return bool(self._in_flight)
+        return bool(self._in_flight or self._returning)
 
     def waits_for(self) -> str:
         """Describe the collective that this rank waits for. The watchdog's thread calls it."""
@@ -331,7 +338,7 @@ class Step:
         if waiting:
             return waiting[0].describe_wait(len(waiting))
         if self._passed_through:
-            name = self._passed_through[0].next_step.bucket.spec.name
+            name = self._passed_through[0].name
             more = len(self._passed_through) - 1
             return f"tensor {name!r} (method none, round 0{f', and {more} more' if more else ''})"
         return "the ranks' status"
@@ -340,20 +347,17 @@ class Step:
 
     def status(self) -> Status:
         """Return the status of this rank. It includes, and clears, a pending request for a trigger."""
-        self._requested_trigger |= self.local.take_trigger_request()
-        steps = sorted(self.local.steps().items())
+        self._requested_trigger |= self.rank_state.take_trigger_request()
+        steps = sorted(self.rank_state.steps().items())
         self._read_device_flags()
         # A rank with an error may not know its loss scale. Sending 1 lets the ranks report the error and not the scale.
         scale = self.loss_scale if self.error is None else 1.0
-        self.checksums = self.framework.checksums(self.local) if self.local.verifies() else {}
-        state = self.config.fingerprint(steps, self._checksums_of_all())
+        self.checksums = self.framework.checksums(self.rank_state) if self.rank_state.verifies() else {}
+        # Each rank of a node has the state of other tensors, so checksums are compared after the status then
+        state = self.config.fingerprint(steps, {} if self.levels else self.checksums)
         return Status(
-            self.error is not None, not self.finite, self._requested_trigger, self.local.replaced, state, scale
+            self.error is not None, not self.finite, self._requested_trigger, self.rank_state.replaced, state, scale
         )
-
-    def _checksums_of_all(self) -> dict[str, int]:
-        """Return the checksums that all ranks have, for the status, which tells whether they are equal."""
-        return self.checksums
 
     def send_status(self) -> None:
         """Start sending this rank's status to all ranks, without waiting."""
@@ -388,11 +392,11 @@ class Step:
         # Compare configurations before reporting failures: a rank that received a payload of another plan fails because
         # of the disagreement, which is the message to show.
         if not status.alike:
-            mine = json.dumps([self.config.plan, self.config.tensors, self.local.steps(), self.checksums])
+            mine = json.dumps([self.config.plan, self.config.tensors, self.rank_state.steps(), self.checksums])
             everyone = [json.loads(text) for text in self.collectives.gather_text("config", mine)]
             compare_configs([(plan, tensors) for plan, tensors, *_ in everyone])
             if all(steps == everyone[0][2] for _, _, steps, _ in everyone):
-                verify.compare([sums for *_, sums in everyone], self.local.steps_done())
+                verify.compare([sums for *_, sums in everyone], self.rank_state.steps_done())
         if status.failed:
             raise peer_error(self.collectives.gather_text("error", self._error_text)) from self.error
         if not status.agreed:
@@ -400,13 +404,19 @@ class Step:
         if self.error and not self._agrees_again:
             raise self.error
         self.apply_status(status)
+        # Only now is it certain that all ranks are at the same step, and so compare in the same one
+        if self.levels and self.rank_state.verifies():
+            texts = self.collectives.gather_text("verify", json.dumps(self.checksums))
+            assert self.rank_state.nodes is not None
+            sums = [json.loads(text) for text in texts]
+            verify.compare(sums, self.rank_state.steps_done(), self.rank_state.nodes.local_size)
 
     def apply_status(self, status: Status) -> None:
         """Take over the decisions of a reduced status."""
         self.finite &= not status.non_finite
         self.triggered |= status.triggered
         if status.replaced:
-            self.local.forget_lengths()
+            self.rank_state.forget_lengths()
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -445,6 +455,13 @@ class Step:
             PeerError: a rank failed, or the ranks disagree; raised on every rank.
         """
         self._wait_for_status()
+        if self._agrees_again:
+            # The owners see only now whether the sums are finite, and run the methods. So the ranks agree again
+            with self.defer_errors:
+                self._receive_sums()
+            self._agrees_again = False
+            self.send_status()
+            self._wait_for_status()
         self._refuse_missing()
         self._drain()
         # The first status was sent before the gradients, so only the last one can tell whether they are finite
@@ -485,37 +502,32 @@ class Step:
         different one.
         """
         while self._in_flight:
-            if self.network.ordered:
+            if self.collectives.ordered:
                 self._advance_oldest(len(self._in_flight))
             else:
                 self._advance_any()
         self._deliver_done()
+        while self._returning:
+            self._advance(self._returning.popleft())
 
     @IGNORE_FLOAT_WARNINGS
     def close(self) -> None:
         """Commit the step: keep all new states or, if any rank had an Inf or a NaN, fill the results with NaN."""
-        outcome = Outcome(self.finite, self.triggered, self.unused)
-        others = [*(passed.next_step for passed in self._passed_through), *self.followed]
-        commit_step(self.local, self.exchanges.values(), others, outcome, sent=self._sent())
-        for exchange in self.exchanges.values():
-            self.framework.store(exchange.name)
+        parts = [*self.exchanges.values(), *self._passed_through]
+        commit_step(self.rank_state, parts, self.finite, self.triggered, self.unused)
+        for name in self.exchanges:
+            self.framework.store(name)
         if not self.finite:
-            for passed in self._passed_through:
-                passed.gradient.fill_(float("nan"))
             # A non-finite step has no effect, so the agreed request for a trigger is kept for the next step
-            self.local.trigger_requested |= self.triggered
-
-    def _sent(self) -> dict[str, tuple[Ops, Array]]:
-        """Return the elements that sparse methods have sent; see :func:`commit_step`."""
-        return {}
+            self.rank_state.trigger_requested |= self.triggered
 
     def abandon(self) -> None:
         """Undo a failed step: states stay as they were."""
-        for exchange in self.exchanges.values():
+        for name, exchange in self.exchanges.items():
             exchange.abandon()
-            exchange.setup.memory.clear_scratch()  # an abandoned collective may still write to these buffers
+            self.rank_state.memory_of(name).clear_scratch()  # an abandoned collective may still write to these buffers
         # The status carried the request, but no rank acted on it
-        self.local.trigger_requested |= self._requested_trigger
+        self.rank_state.trigger_requested |= self._requested_trigger
 
     # -- inside ---------------------------------------------------------------------------------------------
 
@@ -531,13 +543,37 @@ class Step:
         self.finite &= all(map(bool, self._device_flags.values()))
         self._device_flags.clear()
 
-    def _submit(self, exchange: Exchange) -> None:
-        """Start the collective that an exchange waits for."""
+    def _network(self, level: Level) -> Collectives:
+        return getattr(self.levels, level) if self.levels else self.collectives
+
+    def _submit(self, exchange: Exchange | NodeExchange) -> None:
+        """Start the collective that an exchange waits for; or note that it can be delivered, or returned."""
+        if exchange.stage is Stage.REDUCED:
+            self._done.append(exchange)
+        elif exchange.level == "from_owner":
+            self._return_results()
+        else:
+            self._start_collective(exchange)
+            self._in_flight.append(exchange)
+
+    def _start_collective(self, exchange: Exchange | NodeExchange) -> None:
         assert exchange.collective is not None
-        exchange.pending = self.network.start(
-            exchange.name, exchange.round, exchange.collective, exchange.setup.ops, exchange.x, exchange.known_lengths()
-        )
-        self._in_flight.append(exchange)
+        given = exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.x, exchange.known_lengths()
+        exchange.pending = self._network(exchange.level).start(*given)
+
+    def _return_results(self) -> None:
+        """Start sending the results that are available, in the order in which all ranks of the node started them."""
+        while self._to_return and self._to_return[0].level == "from_owner":
+            oldest = self._to_return.popleft()
+            self._start_collective(oldest)
+            self._returning.append(oldest)
+
+    def _receive_sums(self) -> None:
+        """With two levels, wait for all gradients of the node, in order, and start the exchanges between nodes."""
+        waiting = [exchange for exchange in self._in_flight if exchange.level == "to_owner"]
+        for exchange in waiting:
+            self._in_flight.remove(exchange)
+            self._advance(exchange)
 
     def _advance_oldest(self, count: int) -> None:
         """Wait for the collectives of the ``count`` oldest exchanges, in order, and start their next collectives.
@@ -549,23 +585,26 @@ class Step:
             self._advance(self._in_flight.popleft())
         self._deliver_done()
 
-    def _advance(self, exchange: Exchange) -> None:
+    def _advance(self, exchange: Exchange | NodeExchange) -> None:
         """Wait for the collective of an exchange, resume the exchange, and start its next collective."""
         assert exchange.pending is not None
-        if not self.network.advance(exchange.pending):
+        level = exchange.level
+        network = self._network(level)
+        if not network.advance(exchange.pending):
             # Only the lengths of an all-gather have arrived; its payloads are in flight now
             self._in_flight.append(exchange)
             return
         exchange.note_lengths(exchange.pending.lengths or ())
-        result = self.network.result(exchange.pending)
+        result = network.result(exchange.pending)
         exchange.pending = None
-        if exchange.resume(result) is None:
-            self._done.append(exchange)
-        else:
+        exchange.resume(result)
+        if level == "to_owner":
+            self._note_finite(exchange.finite)
+        if exchange.stage is not Stage.DELIVERED:
             self._submit(exchange)
 
-    def _is_ready(self, exchange: Exchange) -> bool:
-        return exchange.pending is not None and self.network.ready(exchange.pending)
+    def _is_ready(self, exchange: Exchange | NodeExchange) -> bool:
+        return exchange.pending is not None and self._network(exchange.level).ready(exchange.pending)
 
     def _advance_any(self) -> None:
         """Advance one exchange whose collective is done. If there is none, let the transport work for a moment."""
@@ -583,6 +622,7 @@ class Step:
         while self._done and self.factor is not None:
             self._deliver(self._done.pop(), self.factor)
 
-    def _deliver(self, exchange: Exchange, factor: float) -> None:
+    def _deliver(self, exchange: Exchange | NodeExchange, factor: float) -> None:
         """Write the results of an exchange. Its new state is kept only by :meth:`close`."""
         exchange.deliver(factor)
+        self._return_results()

@@ -30,7 +30,7 @@ from hvdcompress.method import Method
 from hvdcompress.parts.momentum import Moment, adapts, corrected_average, heavy_ball
 from hvdcompress.plan import Plan
 
-__all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback", "load_model"]
+__all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "MetricsCallback", "load_model"]
 
 #: {class whose momentum is adapted: its attribute with the first moments}
 ADAPTED = {"SGD": "momentums", "Adam": "_momentums", "Adamax": "_m"}
@@ -40,7 +40,7 @@ _BROADCAST = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "
 
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
-    compression: str | Method | Plan | Mapping[str, Any] | Compressor = "none",
+    method: str | Method | Plan | Mapping[str, Any] | Compressor = "auto",
     *,
     op: Any = hvd.Average,
     backward_passes_per_step: int = 1,
@@ -52,12 +52,13 @@ def DistributedOptimizer(
 
     Args:
         optimizer: a new Keras 3 optimizer. It may be a ``LossScaleOptimizer`` around a plain optimizer.
-        compression: a Compressor, or the argument for one: a method id, a Method, a Plan or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file; or a
+            Compressor.
         op: ``hvd.Average`` or ``hvd.Sum``.
         backward_passes_per_step: number of batches whose gradients each rank averages before they are exchanged.
         sparse_as_dense: convert the sparse gradients of embeddings to dense ones. Without it, they are an error.
         process_set: the Horovod process set to reduce over.
-        settings: hyper-parameters and plan keys, if ``compression`` is not a Compressor.
+        settings: hyper-parameters and plan keys, if ``method`` is not a Compressor.
 
     Returns:
         The same optimizer object, with a subclass of its class, and the Compressor as attribute ``compressor``.
@@ -75,12 +76,12 @@ def DistributedOptimizer(
             "the optimizer reduces its gradients already: DistributedOptimizer takes it once, so give it a new one"
         )
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if isinstance(compression, Compressor):
+    if isinstance(method, Compressor):
         if settings:
-            raise ValueError(f"compression is a Compressor, so give its settings to it: {', '.join(settings)}")
-        compressor = compression
+            raise ValueError(f"method is a Compressor, so give its settings to it: {', '.join(settings)}")
+        compressor = method
     else:
-        compressor = Compressor(compression, process_set=process_set, **settings)
+        compressor = Compressor(method, process_set=process_set, **settings)
 
     if backward_passes_per_step > 1:
         if scaled or getattr(optimizer, "gradient_accumulation_steps", None):
@@ -127,7 +128,7 @@ _REFUSED = (
 
 def load_model(
     filepath: Any,
-    compression: str | Method | Plan | Mapping[str, Any] | Compressor = "none",
+    method: str | Method | Plan | Mapping[str, Any] | Compressor = "auto",
     *,
     custom_objects: Mapping[str, Any] | None = None,
     **options: Any,
@@ -138,7 +139,7 @@ def load_model(
 
     Args:
         filepath: the file of the model.
-        compression: as for :func:`DistributedOptimizer`. The saved model does not contain residuals; the Compressor
+        method: as for :func:`DistributedOptimizer`. The saved model does not contain residuals; the Compressor
             saves them.
         custom_objects: the program's own classes and functions by name.
         options: further arguments of :func:`DistributedOptimizer`.
@@ -157,7 +158,7 @@ def load_model(
         def from_config(config: Mapping[str, Any], *more: Any, **named: Any) -> Any:
             plain = {key: value for key, value in config.items() if key != _REDUCES}
             optimizer = cls.from_config(plain, *more, **named)
-            return DistributedOptimizer(optimizer, compression, **options) if _REDUCES in config else optimizer
+            return DistributedOptimizer(optimizer, method, **options) if _REDUCES in config else optimizer
 
         return type(cls.__name__, (), {"from_config": staticmethod(from_config)})
 
@@ -257,7 +258,12 @@ class _Adapts:
         momentum = getattr(self, "beta_1", getattr(self, "momentum", 0.0))
         compressor = self._reducing().compressor
         methods = compressor.plan.methods
-        if momentum and compressor.local.rank == 0 and any(map(adapts, methods)) and self._algorithm() not in ADAPTED:
+        if (
+            momentum
+            and compressor.rank_state.rank == 0
+            and any(map(adapts, methods))
+            and self._algorithm() not in ADAPTED
+        ):
             log.warn_once(
                 f"{type(self).__name__}: momentum on top of residuals costs accuracy, and that of this optimizer is "
                 "not adapted; use SGD, Adam or AdamW, or less momentum. optimizer_momentum: keep hides this warning"
@@ -360,12 +366,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
             logs[name] = float(hvd.allreduce(value, name=f"hvdcompress.horovod.keras.metric.{name}"))  # type: ignore[index]
 
 
-class ObserveCallback(keras.callbacks.Callback):
+class MetricsCallback(keras.callbacks.Callback):
     """Pass the loss and the learning rate of each epoch to the Compressor; some methods restart their schedule then."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Call ``Compressor.observe`` with the loss and the learning rate."""
+        """Call ``Compressor.report_metrics`` with the loss and the learning rate."""
         metrics = {"learning_rate": float(self.model.optimizer.learning_rate)}
         if logs and "loss" in logs:
             metrics["loss"] = float(logs["loss"])
-        self.model.optimizer.compressor.observe(**metrics)
+        self.model.optimizer.compressor.report_metrics(**metrics)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -21,6 +21,7 @@ from hvdcompress import ddp
 from hvdcompress.integrations import rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
+from hvdcompress.settings import DriverSettings
 
 try:
     from accelerate import Accelerator, DistributedType
@@ -33,8 +34,8 @@ __all__ = ["attach"]
 def attach(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    method: str | Method | Plan | Mapping[str, Any],
-    **settings: Any,
+    method: str | Method | Plan | Mapping[str, Any] = "auto",
+    **settings: Unpack[DriverSettings],
 ) -> ddp.Compressor:
     """Compress the gradients of a model that ``accelerator.prepare`` has returned.
 
@@ -43,7 +44,7 @@ def attach(
     Args:
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
         settings: as for :func:`hvdcompress.ddp.attach`. With ``mixed_precision="fp16"``, ``loss_scale`` is by default
             taken from accelerate's scaler.
 

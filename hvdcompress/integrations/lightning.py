@@ -2,9 +2,9 @@
 
     from hvdcompress.integrations.lightning import CompressedDDP
 
-    trainer = Trainer(strategy=CompressedDDP("scalecom", {"density": 0.01}), devices=2)
+    trainer = Trainer(strategy=CompressedDDP("scalecom", density=0.01), devices=2)
     trainer = Trainer(strategy="hvdcompress_scalecom", devices=2)  # by name, with the method's defaults
-    trainer = Trainer(strategy=LocalStepsDDP(30, {"method": "qsgd"}), devices=2)
+    trainer = Trainer(strategy=LocalStepsDDP(30, method="qsgd"), devices=2)
 
 Importing this module registers a strategy name for every method. Lightning's own ``ddp_comm_hook=`` is silently ignored
 on devices other than CUDA, and Lightning does not save the state of a hook. This strategy also works on the CPU, and
@@ -14,8 +14,11 @@ saves the residuals.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp, registry
 from hvdcompress.integrations import rank_files
@@ -88,9 +91,9 @@ class CompressedDDP(_RankFiles):
 
     Args:
         method: a method id, a Method, a Plan, or a plan's dict.
-        settings: settings of :func:`hvdcompress.ddp.attach`: hyper-parameters and plan keys. With
-            ``precision="16-mixed"``, ``loss_scale`` is taken from Lightning's scaler.
-        options: options of ``DDPStrategy``, which passes them on to ``DistributedDataParallel``.
+        settings: settings of :func:`hvdcompress.ddp.attach`: hyper-parameters and plan keys; and options of
+            ``DDPStrategy`` and ``DistributedDataParallel``. With ``precision="16-mixed"``, ``loss_scale`` is taken from
+            Lightning's scaler.
 
     Attributes:
         compressor: the Compressor of the last ``fit``; None before the first one.
@@ -98,13 +101,12 @@ class CompressedDDP(_RankFiles):
 
     def __init__(
         self,
-        method: str | Method | Plan | Mapping[str, Any] = "scalecom",
-        settings: Mapping[str, Any] | None = None,
-        **options: Any,
+        method: str | Method | Plan | Mapping[str, Any] = "auto",
+        **settings: Any,
     ):
-        super().__init__(**options)
+        super().__init__(**_options_of_ddp(settings))
         self.method = method
-        self.settings = dict(settings or {})
+        self.settings = settings
         self.compressor: ddp.Compressor | None = None
 
     def configure_ddp(self) -> None:
@@ -138,17 +140,17 @@ class LocalStepsDDP(_RankFiles):
 
     Args:
         every: steps from one exchange to the next.
-        settings: further arguments of :class:`hvdcompress.local_steps.LocalSteps`, other than ``checkpoint``.
-        options: options of ``DDPStrategy``.
+        settings: further arguments of :class:`hvdcompress.local_steps.LocalSteps`, other than ``checkpoint``, and
+            options of ``DDPStrategy``.
 
     Attributes:
         local: the LocalSteps of the last ``fit``; None before the first one.
     """
 
-    def __init__(self, every: int, settings: Mapping[str, Any] | None = None, **options: Any):
-        super().__init__(**options)
+    def __init__(self, every: int, **settings: Any):
+        super().__init__(**_options_of_ddp(settings))
         self.every = every
-        self.settings = dict(settings or {})
+        self.settings = settings
         self.local: LocalSteps | None = None
 
     def configure_ddp(self) -> None:
@@ -195,6 +197,12 @@ class LocalStepsDDP(_RankFiles):
     def _load(self, folder: Path) -> None:
         if self.local:
             rank_files.load(self.local, folder)
+
+
+def _options_of_ddp(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of ``DDPStrategy`` and ``DistributedDataParallel`` out of ``settings``."""
+    known = {**signature(DDPStrategy).parameters, **signature(DistributedDataParallel).parameters}
+    return {name: settings.pop(name) for name in settings.keys() & known.keys()}
 
 
 def folder_of(filepath: str | Path) -> Path:

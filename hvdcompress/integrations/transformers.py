@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +23,7 @@ from hvdcompress.integrations import rank_files
 from hvdcompress.local_steps import LocalSteps
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
+from hvdcompress.settings import DriverSettings
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -38,7 +39,7 @@ class CompressionCallback(TrainerCallback):
     Args:
         trainer: the Trainer to which the callback is added. It is needed because Transformers does not pass the wrapped
             model to callbacks.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
         resume_from: the path of the checkpoint from which training resumes, if it is not ``checkpoint-STEP`` in the
             Trainer's ``output_dir``. Transformers does not pass this path to callbacks, either.
         settings: as for :func:`hvdcompress.ddp.attach`. With ``fp16=True``, ``loss_scale`` is taken from the Trainer's
@@ -51,10 +52,10 @@ class CompressionCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        method: str | Method | Plan | Mapping[str, Any],
+        method: str | Method | Plan | Mapping[str, Any] = "auto",
         *,
         resume_from: str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[DriverSettings],
     ):
         self.trainer = trainer
         self.method = method

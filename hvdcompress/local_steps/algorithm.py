@@ -123,7 +123,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
             exchanged. Floating-point buffers, such as those of batch normalization, are averaged in each exchange.
         optimizer: the inner optimizer. Its state stays local; it is saved with the rest.
         every: steps from one exchange of a parameter to the next.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. The
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. The
             momentum of the outer optimizer is kept, unless a rule or ``settings`` have ``optimizer_momentum``.
         outer: ``lr``, ``momentum`` and ``nesterov`` of the outer SGD; None to average the parameters.
         fragments: number of parts of the model. One of them is exchanged every ``every / fragments`` steps.
@@ -211,7 +211,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         for fragment in self.fragments:
             fragment.optimizer = self.outer
             fragment.compressor = self._network.compressor(plan, fragment.anchors)
-            fragment.compressor.require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
+            fragment.compressor._require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
         # Buffers that contain Inf or NaN from the beginning, such as attention masks, are left out
         if finite := [name for name, each in _buffers_of(model).items() if each.isfinite().all()]:
             buffers = Fragment(partial(_buffers_of, model), finite, offsets[-1])
@@ -225,8 +225,8 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         self._versions = self._versions_now()
         myself = weakref.ref(self)
         inner = unwrapped(optimizer)
-        inner.register_step_pre_hook(lambda *_: (local := myself()) and local._notice_changes())  # type: ignore[func-returns-value]
-        inner.register_step_post_hook(lambda *_: (local := myself()) and local._note_versions())  # type: ignore[func-returns-value]
+        inner.register_step_pre_hook(lambda *_: (local := myself()) and local._notice_changes())  # type: ignore[func-returns-value, arg-type]
+        inner.register_step_post_hook(lambda *_: (local := myself()) and local._note_versions())  # type: ignore[func-returns-value, arg-type]
         self._device = anchors[0].device
         self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         # One thread for all exchanges, so that they begin in one order on all ranks
@@ -359,7 +359,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
     def _exchange(self, fragment: Fragment, compressed: bool) -> None:
         """Exchange a fragment; runs in the thread."""
         with contextlib.nullcontext() if compressed else fragment.compressor.paused(), torch.cuda.stream(self._stream):
-            fragment.compressor._allreduce(fragment.gradients)
+            fragment.compressor._reduce_in_place(fragment.gradients)
             if self._stream:
                 self._stream.synchronize()
 
@@ -411,7 +411,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         Raises:
             ValueError: the state belongs to another rank, number of ranks, or model, or was saved by a Compressor.
         """
-        ranks = self.compressors[0].local
+        ranks = self.compressors[0].rank_state
         if "format" not in saved:
             saved = files.of_rank(saved, ranks.rank, ranks.world_size, ranks.nodes)
         own = state.own_of(saved)
@@ -463,7 +463,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
                 f"an unreleased version has saved {old[-1]}, and only that version can read all of it: load its "
                 "weights, torch.load(path, weights_only=True)['model'], and go on with another folder"
             )
-        ranks = self.compressors[0].local
+        ranks = self.compressors[0].rank_state
         self.load_state_dict(files.load(folder, ranks.rank, ranks.world_size, ranks.nodes, state.KIND))
 
 

@@ -11,7 +11,7 @@ rank r. One factor comes from the previous step and is made orthonormal; the oth
     residual = x − this rank's share of M̂
 
 Two steps together are one step of PowerSGD's power iteration. Each step sends half of PowerSGD's bytes, by one
-all-reduce instead of two, and Horovod's own all-reduce can carry it. The first Q is random, equal on all ranks.
+all-reduce instead of two. The first Q is random, equal on all ranks.
 
 What is sent: P [rows × r] or Q [columns × r], by one all-reduce. Vectors, and matrices that the factorization does not
 make smaller, are sent uncompressed.
@@ -81,9 +81,6 @@ class ACPSGD(PowerSGD):
         self, spec: TensorSpec, world_size: int, phase: int = 0, state: dict[str, Array] | None = None
     ) -> int:
         return codecs.reduced_num_bytes(self.matrix_rank * self.matrix(spec)[phase], self.values, world_size)
-
-    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        return self.matrix_rank * self.matrix(spec)[phase] if self.values == "fp32" else None
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         if ctx.phase == 1:

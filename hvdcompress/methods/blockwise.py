@@ -56,7 +56,7 @@ array([ 7., -3.,  0.,  2.], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -94,6 +94,8 @@ class Blockwise(sums.Quantizer):
         {"rounding": "stochastic", "route": "gather", "feedback": "none"},
     )
 
+    needs: ClassVar = {"rotation": ("route", ("scatter",))}
+
     values: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "natural4"] = "int8"
     """Levels of a value: 8-bit or 4-bit integers, 8-bit floats with 4 or 5 bits of exponent, a dynamic
     tree of 8 bits, or powers of two in 4 bits."""
@@ -107,11 +109,6 @@ class Blockwise(sums.Quantizer):
     """How codes are summed. "scatter": shards are summed and encoded again, so the bytes received do not grow with the
     number of ranks, but there is a second rounding. "gather": all ranks receive the codes of all ranks."""
     feedback: FeedbackName = "plain"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rotation and self.route != "scatter":
-            raise ValueError('rotation needs route "scatter"')
 
     @property
     def unbiased(self) -> bool:

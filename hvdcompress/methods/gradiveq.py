@@ -109,7 +109,6 @@ class GradiVeQ(Method):
     paper = "Yu et al., NeurIPS 2018 (arXiv 1811.03617)"
     sends = "n values in each of Lt steps, then d values per slice in each of Lc steps, summed: constant in p"
     exact = False
-    linear = False  # with ``mean``, μ is added once to the sum, not once per rank
     published: ClassVar[dict[str, Any]] = {"samples": "first", "order": "hwio", "mean": True, "min_rate": 1.0}
     unschedulable = (
         "slice_elements", "matrix_rank", "min_rate", "dense_steps", "compressed_steps", "tensors",
@@ -225,13 +224,6 @@ class GradiVeQ(Method):
         size = self.slice_of(spec)
         rank = int(state["rank"][0]) if state else self.max_components(spec)
         return rank * (spec.size // size) + spec.size % size
-
-    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        if self.phases[phase] == "train" and self.dense_values == "fp32":
-            return spec.size
-        if self.phases[phase] == "compress" and self.values == "fp32":
-            return self.num_values(spec, state)
-        return None
 
     def num_bytes(
         self, spec: TensorSpec, world_size: int, phase: int = 0, state: dict[str, Array] | None = None

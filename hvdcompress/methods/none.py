@@ -38,9 +38,6 @@ class Dense(Method):
     def keeps_float64(self) -> bool:  # type: ignore[override]
         return self.feedback == "none"  # with feedback, x is float32 like the residual
 
-    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        return spec.size
-
     def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return (8 if self.keeps_float64 and spec.dtype == "float64" else 4) * spec.size
 

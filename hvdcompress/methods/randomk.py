@@ -74,9 +74,6 @@ class RandomK(Method):
             raise ValueError('unbiased: true needs feedback: "none", because values are never scaled with feedback')
         return self
 
-    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        return select.num_kept(self.density, spec.size) if self.values == "fp32" else None
-
     def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world_size)
 

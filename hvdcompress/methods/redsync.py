@@ -98,6 +98,7 @@ class RedSync(Method):
     published: ClassVar[dict[str, Any]] = {"select": "paper"}
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"interval": 2}, {"paper": True, "interval": 2})
 
+    needs = dict.fromkeys(("interval", "tolerance"), ("select", ("search", "paper")))
     density: Density = 0.01
     """Minimum fraction of the elements that each rank sends, k / n."""
     select: Literal["search", "paper", "trimmed"] = "search"

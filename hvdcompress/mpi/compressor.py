@@ -18,7 +18,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -36,16 +36,17 @@ from hvdcompress.engine import compressor  # noqa: E402
 from hvdcompress.engine.agreement import SharedConfig, compare_configs, peer_error  # noqa: E402
 from hvdcompress.engine.arrays import PLAIN, plain_array  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
-from hvdcompress.engine.node_step import Levels, new_step  # noqa: E402
+from hvdcompress.engine.compressor import Op  # noqa: E402
+from hvdcompress.engine.levels import Levels  # noqa: E402
 from hvdcompress.engine.nodes import Location, find_nodes  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
 from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of  # noqa: E402
+from hvdcompress.settings import Settings  # noqa: E402
 
 Array = np.ndarray[Any, Any]
-Op = Literal["average", "sum"]
 
 
 class Compressor(compressor.Compressor):
@@ -54,7 +55,7 @@ class Compressor(compressor.Compressor):
     Constructing a Compressor is collective: all ranks of ``comm`` must do it.
 
     Args:
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
         comm: an mpi4py intracommunicator. The Compressor uses duplicates of it.
         loss_scale: the factor by which gradients are multiplied: a number, or a function that returns it. Residuals
             are kept unscaled, so the factor may change between steps.
@@ -74,11 +75,11 @@ class Compressor(compressor.Compressor):
 
     def __init__(
         self,
-        method: str | Method | Plan | Mapping[str, Any],
+        method: str | Method | Plan | Mapping[str, Any] = "auto",
         comm: MPI.Comm = MPI.COMM_WORLD,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ):
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ValueError(f"comm must be an mpi4py intracommunicator, not {comm!r}")
@@ -96,7 +97,7 @@ class Compressor(compressor.Compressor):
         with self.watchdog.rendezvous("every rank's Compressor"):
             self._transport = MPITransport(comm)
             self._finalizer = weakref.finalize(self, self._transport.alarms.stop_listening)
-            self._collectives = Collectives(self._transport, self.local.observers)
+            self._collectives = Collectives(self._transport, self.rank_state.observers)
             message = json.dumps([str(error) if error else "", plan.to_dict(), self.watchdog.endpoint()])
             everyone = self._collectives.gather_text("plan", message)
         errors, plans, addresses = zip(*map(json.loads, everyone), strict=True)
@@ -108,10 +109,10 @@ class Compressor(compressor.Compressor):
         self.watchdog.set_peers(addresses)
         if plan.nodes == "auto":
             self._use_nodes(_locate(comm))
-        nodes = self.local.nodes
+        nodes = self.rank_state.nodes
         self._network: Collectives | Levels = self._collectives
         if nodes:
-            self._network = Levels.over(self._transport, self._transport.split(nodes), self.local.observers)
+            self._network = Levels.over(self._transport, self._transport.split(nodes), self.rank_state.observers)
 
     def close(self) -> None:
         """Free the Compressor's communicators; collective. Without this call, they are kept until MPI is finalized."""
@@ -120,97 +121,46 @@ class Compressor(compressor.Compressor):
 
     # -- the exchange ---------------------------------------------------------------------------------------
 
-    def allreduce(self, array: Array, name: str = "", op: Op = "average", out: Array | None = None) -> Array:
-        """Reduce one array over all ranks.
-
-        Args:
-            array: this rank's array; any shape; float16, float32 or float64. A subclass of ``numpy.ndarray`` is refused
-                because its further contents, such as a mask or a unit, would be lost; so is another byte order.
-            name: a name that no other tensor has. It is required, because residuals are kept by name.
-            op: "average" or "sum".
-            out: an array that receives the result; may be ``array`` itself. See :meth:`allreduce_many`.
-
-        Returns:
-            ``out``, or a new array of the same shape and dtype.
-
-        Raises:
-            TypeError: ``name`` is missing, or not a string.
-            ValueError, PeerError: see :meth:`allreduce_many`.
-        """
-        if not name:
-            raise TypeError(
-                "name is missing: residuals are kept by name, so each tensor needs its own: "
-                'compressor.allreduce(gradient, name="layer1.weight")'
-            )
-        return self.allreduce_many({name: array}, op, None if out is None else {name: out})[name]
-
-    def allreduce_many(
-        self, arrays: Mapping[str, Array], op: Op = "average", out: Mapping[str, Array] | None = None
-    ) -> dict[str, Array]:
-        """Reduce named arrays over all ranks in one step. Exchanges overlap, and small arrays share a bucket.
-
-        If any array of any rank contains NaN or Inf, all results are NaN on all ranks, and state stays as it was. After
-        an error the Compressor can be used again. The order of the arrays does not matter.
-
-        A signal handler of the program that raises an exception, as for Ctrl-C, raises it at the end of the step.
-
-        Args:
-            arrays: this rank's arrays by name; any shapes; float16, float32 or float64.
-            op: "average" or "sum".
-            out: contiguous arrays of the same names, shapes and dtypes that receive the results. ``out=arrays`` is the
-                fastest choice: writing to newly allocated memory may take longer than the exchange. After an error,
-                the contents of ``out`` are undefined.
-
-        Returns:
-            The arrays of ``out``, or new arrays of the same shapes and dtypes.
-
-        Raises:
-            ValueError, TypeError: an argument is wrong on this rank; the other ranks raise PeerError.
-            PeerError: a rank failed, or ranks differ in names, shapes, dtypes, op, step or loss scale; on every rank.
-        """
+    def _allreduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
         with deferred():
             return self._reduce(arrays, op, out)
 
     def _reduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
         began = time.perf_counter()
         self._transport.begin()
-        self.local.begin_round()
-        placement = self.local.placement
+        self.rank_state.begin_round()
+        placement = self.rank_state.placement
         error: Exception | None = None
-        scale = 1.0
         tensors = _Tensors((), (), SharedConfig({}, {}))
         try:
             given = {name: plain_array(array, repr(name)) for name, array in arrays.items()}
             outs = _check_outs(out, given)
             tensors = self._describe_tensors(given, op)
-            scale = self.current_loss_scale()
         except Exception as caught:
             # Raised here, it would leave the other ranks waiting for the status of this one. step.run() raises it
             # after it has told them
             error = caught
-        step = self._step = new_step(self.local, self._network, tensors.terms, Agree.FIRST_AND_LAST)
-        step.loss_scale = scale
-        step.error = error
-        step.factor = 1.0 / self.local.world_size if op == "average" else 1.0
+        step = self._step = self._new_step(self._network, tensors.terms, Agree.FIRST_AND_LAST)
+        step.error = error or step.error
+        step.factor = 1.0 / self.rank_state.world_size if op == "average" else 1.0
         try:
             step.run(lambda: self._add_all(step, tensors, given, outs))
         except BaseException:
             # A rank that failed early has chosen no owners for new tensors, so no rank may keep its choice
-            self.local.placement = placement
+            self.rank_state.placement = placement
             self._tensors = None
             raise
         finally:
             self._step = None
-        self.ledger.steps += step.finite
         self._end_step(step)
-        self.local.note_step(began, time.perf_counter())
-        self.local.warn_about_unused()
+        self.rank_state.note_step(began, time.perf_counter())
+        self.rank_state.warn_about_unused()
         return outs
 
     def _add_all(self, step: Step, tensors: _Tensors, given: Mapping[str, Array], outs: Mapping[str, Array]) -> None:
         """Give all arrays to the engine, bucket by bucket."""
         for bucket in tensors.buckets:
-            dtype = self.local.next_step(bucket).dtype
+            dtype = self.rank_state.next_step(bucket).dtype
             flat_outs = [outs[member.name].reshape(-1) for member in bucket.members]
             # A float64 value beyond the range of float32 becomes Inf, and the step is then treated as non-finite
             with np.errstate(over="ignore"):
@@ -233,9 +183,9 @@ class Compressor(compressor.Compressor):
             tensors = {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs}
             terms = SharedConfig({**self.plan.to_dict(), "op": op}, tensors)
             # Largest bucket first: its collective overlaps with the encoding of all others
-            found = self.local.group(specs, IN_ORDER)
+            found = self.rank_state.group(specs, IN_ORDER)
             buckets = sorted(found, key=lambda bucket: -bucket.spec.size)
-            self.local.regroup(buckets)
+            self.rank_state.regroup(buckets)
             self._tensors = _Tensors(given, tuple(buckets), terms)
         return self._tensors
 
@@ -254,9 +204,9 @@ class Compressor(compressor.Compressor):
         Raises:
             KeyError: no tensor with this name has been reduced.
         """
-        state, index = self.local.find(name)
+        state, index = self.rank_state.find(name)
         shape = state.bucket.members[index].shape
-        flat = self.local.residual(name)
+        flat = self.rank_state.residual(name)
         return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -266,7 +216,7 @@ class Compressor(compressor.Compressor):
             ValueError: the state belongs to another rank, number of ranks, or to tensors of other shapes; nothing is
                 changed. Shapes that are not known yet are checked in the first step.
         """
-        self.local.load_state_dict(saved)
+        self.rank_state.load_state_dict(saved)
         self._tensors = None  # the restored steps may put tensors into other buckets
 
 

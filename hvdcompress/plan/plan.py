@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from hvdcompress.method import Method, TensorSpec
-from hvdcompress.registry import get
+from hvdcompress.registry import get_method
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Bucket:
         return [(stop - member.size, stop) for stop, member in zip(stops, self.members, strict=True)]
 
 
-DENSE = Program(((0, get("none")),))
+DENSE = Program(((0, get_method("none")),))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which method each tensor uses, from which step on. :func:`hvdcompress.load` creates plans."""
+    """Which method each tensor uses, from which step on. :func:`hvdcompress.load_plan` creates plans."""
 
     program: Program  #: for tensors that no rule matches
     rules: tuple[Rule, ...] = ()  #: the first rule that matches a tensor applies
@@ -157,7 +157,7 @@ class Plan:
     source: str = "{}"  #: the plan as JSON, with defaults filled in
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as a dict, such that ``load(plan.to_dict()) == plan``."""
+        """Return the plan as a dict, such that ``load_plan(plan.to_dict()) == plan``."""
         return read_source(self.source)
 
     @cached_property

@@ -14,7 +14,7 @@ from hvdcompress.method import Method
 from hvdcompress.plan import schedule
 from hvdcompress.plan.document import Document, PlanError
 from hvdcompress.plan.plan import Match, Plan, Program, Rule
-from hvdcompress.registry import FieldError, classes, get, suggest
+from hvdcompress.registry import FieldError, classes, get_method, suggest
 
 PLAN_KEYS = (
     "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed",
@@ -39,7 +39,7 @@ GONE = {
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
 
-def load(source: str | Path | Mapping[str, Any]) -> Plan:
+def load_plan(source: str | Path | Mapping[str, Any]) -> Plan:
     """Load a plan from a YAML file, or from a dict with the same keys.
 
     The format::
@@ -87,33 +87,41 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
     return _read(Document.open(source))
 
 
-def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) -> Plan:
+def _is_file(method: object) -> bool:
+    return isinstance(method, Path) or (isinstance(method, str) and method.endswith((".yaml", ".yml")))
+
+
+def plan_of(method: str | Path | Method | Plan | Mapping[str, Any], **settings: Any) -> Plan:
     """Create a plan from any value that drivers accept.
 
     Args:
-        method: a method's id, a method, a plan, or a plan's dict.
+        method: a method's id, a method, a plan, a plan's dict, or the path of its YAML file.
         **settings: plan keys and hyper-parameters. They override those of ``method``.
 
     Returns:
         The plan.
 
     Raises:
-        PlanError: as in :func:`load`.
+        PlanError, FileNotFoundError: as in :func:`load_plan`.
     """
     if isinstance(method, type):
         id = getattr(method, "id", "") or "topk"
         raise PlanError(f"method: {method.__name__} is a class; pass its id, {id!r}, or an instance")
+    if _is_file(method):
+        document = Document.open(method)  # type: ignore[arg-type]
+        return _read(Document({**document.value, **settings}, lines=document.lines, file=document.file))
     if not isinstance(method, str | Method | Plan | Mapping):
         raise PlanError(
-            f"method: must be a method's id, a method, a plan or a plan's dict, not a {type(method).__name__}"
+            "method: must be a method's id, a method, a plan, a plan's dict or its YAML file, "
+            f"not a {type(method).__name__}"
         )
     if isinstance(method, Plan):
-        return load({**method.to_dict(), **settings}) if settings else method
+        return load_plan({**method.to_dict(), **settings}) if settings else method
     if isinstance(method, Method):
         if classes().get(method.id) is not type(method):
             return _unregistered(method, settings)
         method = {"method": method.id, **method.hyperparameters()}
-    return load({**(method if isinstance(method, Mapping) else {"method": method}), **settings})
+    return load_plan({**(method if isinstance(method, Mapping) else {"method": method}), **settings})
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
@@ -176,7 +184,7 @@ def _read(doc: Document) -> Plan:
     steps_per_epoch = doc.integer("steps_per_epoch", None, least=1)
     default_body = doc.without(*PLAN_KEYS)
     program, default = _program(default_body, {}, steps_per_epoch)
-    filled = {**default, **get(default["method"], **_settings(default)).hyperparameters()}
+    filled = {**default, **get_method(default["method"], **_settings(default)).hyperparameters()}
     rules = []
     for body in doc.items("rules"):
         if "match" not in body.value:
@@ -214,7 +222,7 @@ def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | N
         after = stages[max(s for s in stages if s <= until)]
         stages = {s: m for s, m in stages.items() if s > until}
         if until > 0:
-            stages[0] = get("none")
+            stages[0] = get_method("none")
         stages[until] = after
     return Program(tuple(sorted(stages.items(), key=lambda stage: stage[0]))), given
 
@@ -224,7 +232,7 @@ def _method(body: Document, id: Any, settings: dict[str, Any]) -> Method:
         if not isinstance(key, str):
             raise body.error(key, "unknown key: names of hyper-parameters are texts")
     try:
-        return get(id, **settings)
+        return get_method(id, **settings)
     except FieldError as error:
         key = error.field if error.field in body.value else "method"
         hint = suggest(error.field, [*PLAN_KEYS, *RULE_KEYS])

@@ -21,7 +21,7 @@ from typing import Any
 
 from hvdcompress.method import Method
 from hvdcompress.plan.document import Document
-from hvdcompress.registry import FieldError, get
+from hvdcompress.registry import FieldError, get_method
 
 UNITS = ("steps", "epochs")
 #: Hyper-parameters that no schedule can change, because the state depends on them; ``Method.unschedulable`` adds more
@@ -73,7 +73,7 @@ def changes(body: Document, given: Any, method: Method, steps_per_epoch: int | N
             points += _diminishing(entry.child("diminishing"), method, steps_per_epoch)
         for step, value, where, key in points:
             try:
-                valid = get(method.id, **{**method.hyperparameters(), name: value})
+                valid = get_method(method.id, **{**method.hyperparameters(), name: value})
             except FieldError as error:
                 raise where.error(key, str(error)) from None
             found.setdefault(step, {})[name] = getattr(valid, name)

@@ -8,7 +8,7 @@ records every collective. No test framework is needed, and the checks also work 
 be registered; if it is, its round trip through a plan is checked, too.
 
 >>> import hvdcompress
->>> check_method(hvdcompress.get("topk", density=0.1), world_sizes=(2,), sizes=(1, 50))
+>>> check_method(hvdcompress.get_method("topk", density=0.1), world_sizes=(2,), sizes=(1, 50))
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ __all__ = [
     "Settings",
     "Trial",
     "backends",
+    "check_bytes",
+    "check_collectives",
+    "check_conservation",
+    "check_deterministic",
+    "check_finite",
+    "check_layout",
+    "check_loss_scale",
     "check_method",
+    "check_nonfinite",
+    "check_results",
+    "check_resume",
+    "check_shapes",
+    "check_state",
+    "check_unbiased",
+    "check_value",
+    "check_wire",
     "numbers",
     "plan_for",
     "variants",
-    "check_value",
-    "check_shapes",
-    "check_layout",
-    "check_results",
-    "check_finite",
-    "check_conservation",
-    "check_unbiased",
-    "check_bytes",
-    "check_collectives",
-    "check_deterministic",
-    "check_nonfinite",
-    "check_resume",
-    "check_loss_scale",
-    "check_state",
-    "check_wire",
 ]
 
 

@@ -105,7 +105,7 @@ def check_deterministic(case: Case) -> None:
             for number, net in enumerate(nets):
                 np.random.seed(number)  # a different state of the global generators must not change the result
                 random.seed(number)
-                of_numpy = np.random.get_state()[1].copy()  # type: ignore[union-attr, index]
+                of_numpy = np.random.get_state()[1].copy()  # type: ignore[index]
                 of_python = random.getstate()
                 outs.append(net.allreduce(case.gradients(200, step), "w")[0])
                 same = (np.random.get_state()[1] == of_numpy).all()  # type: ignore[index]
@@ -142,7 +142,7 @@ def check_nonfinite(case: Case) -> None:
                 before = net.saved()
                 broken = [{name: g.copy() for name, g in of_rank.items()} for of_rank in given]
                 broken[rank]["b"][-1] = bad
-                for r, out in enumerate(net.allreduce_many(broken)):
+                for r, out in enumerate(net.allreduce(broken)):
                     for name in ("a", "b"):
                         nan = np.isnan(out[name]).all()
                         require(
@@ -150,8 +150,8 @@ def check_nonfinite(case: Case) -> None:
                             f"{bad} in 'b' of rank {rank}: not all elements of {name!r} are NaN on rank {r}",
                         )
                 require(same_states(before, net.saved()), f"{bad} on rank {rank} at step {step} changed a state")
-            outs = net.allreduce_many(given)
-            expected = clean.allreduce_many(given)
+            outs = net.allreduce(given)
+            expected = clean.allreduce(given)
             for r in range(case.world_size):
                 for name in ("a", "b"):
                     same = equal(outs[r][name], expected[r][name])
@@ -172,8 +172,8 @@ def check_resume(case: Case) -> None:
         return [{"v": v, "w": w} for v, w in pairs]
 
     for step in range(3):
-        uninterrupted.allreduce_many(gradients(step))
-        first.allreduce_many(gradients(step))
+        uninterrupted.allreduce(gradients(step))
+        first.allreduce(gradients(step))
     saved = first.saved()
     untouched = copy.deepcopy(saved)
     for of_rank in saved:
@@ -182,12 +182,12 @@ def check_resume(case: Case) -> None:
                 kind = type(array)
                 require(kind is np.ndarray, f"slot {slot!r} is saved as {kind.__name__}, not as a numpy array")
     for rank in range(case.world_size):  # if the saved arrays were views of live state, these steps would change them
-        first.allreduce_many(gradients(77 + rank))
+        first.allreduce(gradients(77 + rank))
     require(same_states(saved, untouched), "saved state changed while the run continued")
     second.restore(saved, specs)
     for step in range(3, 6):
-        expected = uninterrupted.allreduce_many(gradients(step))
-        resumed = second.allreduce_many(gradients(step))
+        expected = uninterrupted.allreduce(gradients(step))
+        resumed = second.allreduce(gradients(step))
         for a, b in zip(expected, resumed, strict=True):
             for name in a:
                 require(equal(a[name], b[name]), f"{name!r}, step {step}: resumed and uninterrupted runs differ")

@@ -15,7 +15,7 @@ from hvdcompress import registry
 from hvdcompress.engine.lockstep import to_numpy
 from hvdcompress.method import Method
 from hvdcompress.parts import feedback
-from hvdcompress.plan import load, plan_of
+from hvdcompress.plan import load_plan, plan_of
 from hvdcompress.testing.trial import Array, Case, Kind, equal, require
 
 
@@ -51,13 +51,14 @@ def check_value(case: Case) -> None:
     require(json.loads(json.dumps(settings)) == settings, f"the hyper-parameters do not survive JSON: {settings}")
     if registry.classes().get(method.id) is type(method):
         require(
-            registry.get(method.id, **settings) == method, "get(id, **hyperparameters()) is not equal to the method"
+            registry.get_method(method.id, **settings) == method,
+            "get(id, **hyperparameters()) is not equal to the method",
         )
         plan = plan_of(method)
-        again = load(json.loads(json.dumps(plan.to_dict())))
+        again = load_plan(json.loads(json.dumps(plan.to_dict())))
         require(plan.program.main == method, f"the plan made from {method} contains {plan.program.main}")
-        require(again == plan and again.program.main == method, "load(plan.to_dict()) differs from the plan")
-        require(again.fingerprint == plan.fingerprint, "load(plan.to_dict()) has a different fingerprint")
+        require(again == plan and again.program.main == method, "load_plan(plan.to_dict()) differs from the plan")
+        require(again.fingerprint == plan.fingerprint, "load_plan(plan.to_dict()) has a different fingerprint")
 
 
 def _without_annotation(cls: type) -> list[str]:

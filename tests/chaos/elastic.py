@@ -61,7 +61,7 @@ def train(rank: int, world_size: int, state: Any = None) -> None:
         rng = np.random.default_rng([step, rank])
         gradients = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
         if step == LOST and is_lost:
-            handle.watch(Killer())
+            handle.add_observer(Killer())
         for name, reduced in handle.reduce(gradients).items():
             parameters[name] -= 0.1 * reduced
             pending[name] += gradients[name] - reduced

@@ -33,7 +33,7 @@ def soak(method: str, steps: int) -> dict[str, Any]:
     times, samples, equal = np.zeros(steps), [], True
     for step in range(steps):
         began = time.perf_counter()
-        one, other = net.allreduce_many(drawn[step % POOL])
+        one, other = net.allreduce(drawn[step % POOL])
         times[step] = time.perf_counter() - began
         equal &= all(one[name].tobytes() == other[name].tobytes() for name in SHAPES)
         if step % max(1, steps // SAMPLES) == 0:

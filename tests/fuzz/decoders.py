@@ -21,7 +21,7 @@ from experiments.report import jsonl
 from experiments.training.experiment import Experiment
 from hvdcompress import registry
 from hvdcompress.engine.collectives import gathered_lengths, has_headers, lift, lower, received_lengths
-from hvdcompress.engine.commit import Outcome, commit_step
+from hvdcompress.engine.commit import commit_step
 from hvdcompress.engine.exchange import Exchange, ExchangeError
 from hvdcompress.engine.lockstep import carry_out
 from hvdcompress.engine.saving import checkpoint
@@ -108,7 +108,7 @@ class Tampered:
                 one.resume(lift(one.collective, result, lengths or (), fast))
         for rank, one in zip(self.ranks, exchanges, strict=True):
             one.deliver(0.5)
-            commit_step(rank, [one], [], Outcome(finite=commit))
+            commit_step(rank, [one], commit)
 
     def _started(self, rank: int, out: Any) -> Exchange:
         gradient = self.gradients[rank].copy()
@@ -202,7 +202,7 @@ def _headers() -> Iterator[Decoder]:
 
 
 def _saved() -> tuple[dict[str, Any], RankState, Any]:
-    plan = plan_for(hvdcompress.get("powersgd", matrix_rank=2))
+    plan = plan_for(hvdcompress.get_method("powersgd", matrix_rank=2))
     spec = TensorSpec("w", (20, 30))
     tampered = Tampered(plan, spec, 1)
     return tampered.ranks[0].state_dict(), RankState(plan, 0, 2), plan.buckets([spec])

@@ -54,6 +54,6 @@ else:
     want = torch.load(folder / "total.pt")
     assert want.abs().max() > 0
     torch.testing.assert_close(total(), want)
-    assert compressor.local.steps() == {"weight": 3, "bias": 3}
+    assert compressor.rank_state.steps() == {"weight": 3, "bias": 3}
     train()
 dist.destroy_process_group()

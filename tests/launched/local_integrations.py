@@ -66,7 +66,7 @@ def lightning(checkpoint: Path | None) -> torch.nn.Linear:
         max_epochs=2,
         accelerator="cpu",
         devices=2,
-        strategy=LocalStepsDDP(EVERY, SETTINGS),
+        strategy=LocalStepsDDP(EVERY, **SETTINGS),
         callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
         logger=False,
         enable_progress_bar=False,

@@ -50,10 +50,10 @@ def expect(driver: Any, method: str, settings: Settings, steps: int, **more: Any
     shapes, net, ranks = more.get("shapes", driver.shapes), driver.yardstick(method, settings), range(driver.world_size)
     watchers = [Watcher(rank) for rank in ranks]
     for watcher in watchers:
-        net.watch(watcher)
+        net.add_observer(watcher)
     everyone = (driver.everyone(step, shapes, more.get("dtype", "float32")) for step in range(steps))
     return Expected(
-        results=[net.allreduce_many(given, op=more.get("op", "average"))[0] for given in everyone],
+        results=[net.allreduce(given, op=more.get("op", "average"))[0] for given in everyone],
         residuals=[{name: net.residual(name, rank) for name in shapes} if driver.exact else {} for rank in ranks],
         sent=[{name: entry.sent for name, entry in net.ledger.tensors(rank).items()} for rank in ranks],
         counters=[net.ledger.counters(rank) for rank in ranks],
@@ -81,7 +81,7 @@ def compare(
     with driver.counting() if watched else nullcontext() as counter:
         handle = driver.make(method, settings, shapes, **more)
         if watched:
-            handle.watch(watcher)
+            handle.add_observer(watcher)
         for step in range(steps):
             mine = driver.gradients(step, shapes)
             got = handle.reduce({name: mine[name].astype(more.get("dtype", "float32")) for name in order or mine})

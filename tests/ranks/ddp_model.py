@@ -57,7 +57,7 @@ def assert_equals_loopback(
             {name: array.astype(dtypes.get(name, np.float32)) for name, array in one.items()}
             for one in driver.everyone(step, shapes)
         ]
-        got, want = backward(model, everyone[driver.rank]), net.allreduce_many(everyone)[driver.rank]
+        got, want = backward(model, everyone[driver.rank]), net.allreduce(everyone)[driver.rank]
         assert got.keys() == want.keys()
         for name, array in want.items():
             tolerance = tolerances.get(name, summed(driver.world_size))

@@ -33,6 +33,6 @@ def assert_reduced(
         op: "average" or "sum".
     """
     found = {name: np.array(array) for name, array in got.items()}
-    want = net.allreduce_many(everyone, op=op)[driver.rank]
+    want = net.allreduce(everyone, op=op)[driver.rank]
     assert_close(found, want, tolerance or summed(driver.world_size), str(what))
     assert_same_on_all_ranks(found, driver.gather, str(what))

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
-from hvdcompress.ddp import shared_memory
 from hvdcompress.engine.fallback import SPREAD, Verdict
 from hvdcompress.local_steps import LocalSteps
 from hvdcompress.loopback import Loopback
@@ -84,7 +83,7 @@ def test_residuals_of_unused_parameters_wait_when_compression_is_given_up(driver
     monkeypatch.setattr("hvdcompress.engine.state.PATIENCE", SPREAD + 20)
     model = DistributedDataParallel(Net(SHAPES), find_unused_parameters=True)
     compressor = ddp.attach(model, "topk", density=0.05, min_elements=1, fallback=True)
-    fallback = compressor.local.fallback
+    fallback = compressor.rank_state.fallback
     fallback.note = lambda began, ended: None
     total, exact = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
     with logged() as lines:
@@ -186,7 +185,7 @@ def test_copies_of_a_model_are_not_compressed(driver):
     models = [wrapped(Net(SHAPES), by_hook)[0] for by_hook in (False, True)]
     for step in range(2):
         mine, everyone = driver.gradients(step, SHAPES), driver.everyone(step, SHAPES)
-        want, mean = backward(alone, mine), exact.allreduce_many(everyone)[driver.rank]
+        want, mean = backward(alone, mine), exact.allreduce(everyone)[driver.rank]
         for model, original in zip(models, (models[0], models[1].module), strict=True):  # DDP cannot copy such a hook
             assert_close(backward(model, mine), want, EXACT, f"step {step}")
             copies = [copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
@@ -396,32 +395,6 @@ def test_process_group_with_all_other_features(driver):
     pair = dist.new_group([0, 2])
     if driver.rank in (0, 2):
         check_all_features(Part(pair, "group"))
-
-
-GET = shared_memory.SharedMemory.get
-
-
-def refuse(memory, note):
-    """Open no memory of other ranks on the first rank of each node, as in a container of its own."""
-    if dist.get_rank() % 2 == 0 and note.pid != os.getpid():
-        raise PermissionError(note.pid)
-    return GET(memory, note)
-
-
-@pytest.mark.only("two levels")
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_two_levels_with_and_without_shared_memory(driver, is_shared, monkeypatch):
-    monkeypatch.setattr(shared_memory, "SMALL", 1000)
-    monkeypatch.setattr(shared_memory, "FIRST", 4096)
-    monkeypatch.setattr(shared_memory.SharedMemory, "get", GET if is_shared else refuse)
-    shapes = {"a": (300, 400), "b": (7,), "c": (200, 500), "d": (90, 80)}
-    handle = driver.make("topk", {"density": 0.1, "optimizer_momentum": "keep"}, shapes)
-    net = driver.yardstick("topk", {"density": 0.1})
-    for step in range(3):
-        want = net.allreduce_many(driver.everyone(step, shapes))[driver.rank]
-        assert_close(handle.reduce(driver.gradients(step, shapes)), want, EXACT, f"step {step}")
-    assert (handle.compressor._memory is not None) == is_shared
-    handle.close()
 
 
 @pytest.mark.only("two levels")

@@ -278,10 +278,10 @@ def test_averaged_weights_are_no_gradients(driver):
         weight.grad = torch.full((64, 64), step + 1.0)
         optimizer.step()
         buffer = 0.9 * buffer + step + 1.0
-        compressor.allreduce({"w": weight.data})
+        compressor.allreduce({"w": weight.data}, out={"w": weight.data})
         assert_momentum_buffer(optimizer, weight, buffer, f"step {step}")
     weight.grad = torch.ones(64, 64)
-    compressor.allreduce({"w": weight.grad})  # this is one
+    compressor.allreduce({"w": weight.grad}, out={"w": weight.grad})  # this is one
     optimizer.step()
     assert_momentum_buffer(optimizer, weight, 0.9 * buffer, "a gradient")
     del model

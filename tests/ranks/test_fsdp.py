@@ -47,7 +47,7 @@ def attached(method, mesh, lr=0.2, momentum=0.0, **settings):
     """Return a sharded net, its optimizer, and the Compressor that exchanges its gradients between replicas."""
     model = sharded(mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    return model, optimizer, fsdp.attach(model, method, replicas=mesh["replicate"], **settings)
+    return model, optimizer, fsdp.attach(model, replicas=method, mesh=mesh["replicate"], **settings)
 
 
 def loss_of(model, step):
@@ -100,7 +100,7 @@ def test_backward_passes_inside_of_a_backward_pass(driver, mesh, kind, levels):
     def compress(net):
         for layer in net.layers:
             fully_shard(layer, mesh=mesh["shard"])
-        fsdp.attach(fully_shard(net, mesh=mesh["shard"]), "topk", replicas=mesh["replicate"], density=0.05)
+        fsdp.attach(fully_shard(net, mesh=mesh["shard"]), replicas="topk", mesh=mesh["replicate"], density=0.05)
         return net, lambda: [parameter.grad.to_local() for parameter in net.parameters()]
 
     found, expected = (gradients_of_nested(driver.rank, kind, each, compress) for each in (levels, "0000"))
@@ -141,14 +141,14 @@ def test_uncompressed_gradients_are_those_of_one_big_batch(driver, mesh):
     ],
 )
 def test_results_and_bytes_equal_the_loopback(driver, mesh, method, settings, monkeypatch):
-    reduce, seen = fsdp.Compressor.reduce, []
+    reduce, seen = fsdp.Compressor._reduce, []
 
     def recording(self, name, gradient):
         before = gradient.numpy().copy()
         reduce(self, name, gradient)
         seen.append((name, before, gradient.numpy().copy()))
 
-    monkeypatch.setattr(fsdp.Compressor, "reduce", recording)
+    monkeypatch.setattr(fsdp.Compressor, "_reduce", recording)
     model, optimizer, compressor = attached(method, mesh, **settings)
     weights = train(model, optimizer, range(3))
     assert len(seen) == 3 * len(LAYERS) == compressor.ledger.steps
@@ -189,15 +189,22 @@ def test_unsupported_models_and_settings_are_refused(driver, mesh):
         (sharded(mesh), {}, ["one dimension", "mesh['shard']"]),
         *((sharded(mesh["shard"]), {name: 9}, [name]) for name in ("bucket_elements", "verify_every")),
     ):
-        given = {"replicas": mesh["replicate"], **settings}
-        driver.must_raise(ValueError, words, lambda m=model, g=given: fsdp.attach(m, "topk", **g))
+        given = {"mesh": mesh["replicate"], **settings}
+        driver.must_raise(ValueError, words, lambda m=model, g=given: fsdp.attach(m, replicas="topk", **g))
+    for given, words, error in (
+        ({}, ["replicas="], ValueError),
+        ({"replicas": "topk"}, ["mesh="], ValueError),
+        ({"gradients": "blockwise", "mesh": mesh["replicate"]}, ["gradients", "replicas="], NotImplementedError),
+        ({"parameters": "int8", "mesh": mesh["replicate"]}, ["parameters"], NotImplementedError),
+    ):
+        driver.must_raise(error, words, lambda g=given: fsdp.attach(sharded(mesh["shard"]), **g))
 
 
 def test_parameter_without_a_gradient_is_an_error(driver, mesh):
     model = new_net()
     model.register_parameter("idle", torch.nn.Parameter(torch.zeros(8, 8)))
     fully_shard(model, mesh=mesh["shard"])
-    fsdp.attach(model, "topk", replicas=mesh["replicate"])
+    fsdp.attach(model, replicas="topk", mesh=mesh["replicate"])
     driver.must_raise(Exception, ["(root)", "have a gradient"], loss_of(model, 0).backward, same=False)
 
 

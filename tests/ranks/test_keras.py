@@ -19,7 +19,7 @@ from hvdcompress.horovod.keras import (
     BroadcastCallback,
     DistributedOptimizer,
     MetricAverageCallback,
-    ObserveCallback,
+    MetricsCallback,
     load_model,
 )
 from hvdcompress.horovod.tensorflow import Compressor
@@ -102,7 +102,7 @@ def test_cancelled_momentum_trains_as_an_optimizer_without_momentum(driver, opti
         given = {"learning_rate": 0.01, **given}
         given["learning_rate"] = keras.optimizers.schedules.ExponentialDecay(given["learning_rate"], 2, 0.7)
         optimizer = distributed(keras.optimizers.SGD(**given), min_elements=1, optimizer_momentum="cancel")
-        optimizer.compressor.watch(SlowCollectives())  # the next step's learning rate must not be read meanwhile
+        optimizer.compressor.add_observer(SlowCollectives())  # the next step's learning rate must not be read meanwhile
         model = Variables(optimizer)
         moves = [model.reduce(driver.gradients(step, SHAPES)) for step in range(4)]
         results.append({name: sum(move[name] for move in moves) for name in SHAPES})
@@ -119,7 +119,7 @@ def test_several_backward_passes_per_step(driver):
         got = model.reduce(second[driver.rank])
         both = zip(first, second, strict=True)
         means = [{name: (one[name] + other[name]) / 2 for name in SHAPES} for one, other in both]
-        reduced = net.allreduce_many(means)[driver.rank]
+        reduced = net.allreduce(means)[driver.rank]
         norm = np.sqrt(sum(np.square(array).sum() for array in reduced.values()))
         assert norm > 1
         assert_close(got, {name: array / norm for name, array in reduced.items()}, (1e-4, 1e-5), f"step {step}")
@@ -155,7 +155,7 @@ def test_fit_with_all_callbacks(driver):
     optimizer = distributed(keras.optimizers.SGD(rate, momentum=0.9), "scalecom", beta=1.0, min_elements=0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
-    callbacks = [BroadcastCallback(), MetricAverageCallback(), ObserveCallback()]
+    callbacks = [BroadcastCallback(), MetricAverageCallback(), MetricsCallback()]
     history = model.fit(x, y, 32, epochs=4, verbose=0, validation_data=(x, y), callbacks=callbacks).history
     assert history["val_accuracy"][-1] > 0.7, history
     assert len(set(driver.gather(str(history["loss"])))) == 1, "metrics are averaged"
@@ -274,7 +274,7 @@ def test_variables_with_equal_paths_have_their_own_residuals(driver):
             for number, trained in enumerate((names[1:], names))
         )
         frozen_at_first(*([tf.constant(array) for array in one[driver.rank].values()] for one in (first, second)))
-        one, two = (net.allreduce_many(everyone)[driver.rank] for everyone in (first, second))
+        one, two = (net.allreduce(everyone)[driver.rank] for everyone in (first, second))
         want = {n: start - one.get(n, np.float32(0)) - two[n] for n, start in zip(names, before, strict=True)}
         got = {name: np.array(variable) for name, variable in zip(names, variables, strict=True)}
         assert_close(got, want, REORDERED, f"step {step}")

@@ -57,7 +57,7 @@ def test_array_of_any_layout(driver):
     assert_reduced(driver, {"w": got}, net, everyone)
     np.testing.assert_array_equal(mine, before)
     assert got.flags.writeable and not np.shares_memory(got, mine)
-    assert comp.allreduce_many({}) == {}
+    assert comp.allreduce({}) == {}
     assert comp.residual("w").shape == got.shape
 
 
@@ -69,8 +69,8 @@ def test_results_in_given_arrays(driver, method):
         for in_place in (True, False):
             given = driver.gradients(step, SHAPES)
             out = given if in_place else {name: np.full_like(array, 7) for name, array in given.items()}
-            got = comp.allreduce_many(given, out=out)
-            assert_close(got, control.allreduce_many(driver.gradients(step, SHAPES)), EXACT, f"in place: {in_place}")
+            got = comp.allreduce(given, out=out)
+            assert_close(got, control.allreduce(driver.gradients(step, SHAPES)), EXACT, f"in place: {in_place}")
             assert all(got[name] is out[name] for name in out)
     assert_close(given, driver.gradients(step, SHAPES), EXACT, "inputs")
     for wrong in (
@@ -78,8 +78,8 @@ def test_results_in_given_arrays(driver, method):
         {**given, "b": given["b"][:-1]},
         {**given, "b": given["b"].astype(np.float64)},
     ):
-        driver.must_raise(ValueError, ["out['b']"], lambda w=wrong: comp.allreduce_many(given, out=w), same=False)
-    assert_close(comp.allreduce_many(given), control.allreduce_many(given), EXACT, "after errors")
+        driver.must_raise(ValueError, ["out['b']"], lambda w=wrong: comp.allreduce(given, out=w), same=False)
+    assert_close(comp.allreduce(given), control.allreduce(given), EXACT, "after errors")
 
 
 def test_call_for_each_tensor(driver):
@@ -102,7 +102,7 @@ def test_calls_for_changing_sets_of_tensors(driver, method):
     comp, alone = Compressor(method), Compressor(method, bucket_elements=0)
     for step, names in enumerate(("abc", "ab", "b", "abc", "c", "ac", "abc")):
         given = driver.gradients(step, {name: SHAPES[name] for name in names})
-        got, want = (one.allreduce_many(given) for one in (comp, alone))
+        got, want = (one.allreduce(given) for one in (comp, alone))
         assert_close(got, want, summed(driver.world_size), f"step {step}")
         for name in "abc" if step and driver.exact else ():
             np.testing.assert_array_equal(comp.residual(name), alone.residual(name), err_msg=f"{name}, {step}")
@@ -112,7 +112,7 @@ def test_state_is_loaded_tensor_by_tensor(driver):
     """From files. A tensor whose shape differs from the saved one is refused in its first step."""
     comp, again, other = (Compressor("scalecom", density=0.02) for _ in range(3))
     for step in range(2):
-        comp.allreduce_many(driver.gradients(step, SHAPES))
+        comp.allreduce(driver.gradients(step, SHAPES))
     comp.save(FOLDER / "state")
     driver.meet()
     for one in (again, other):
@@ -123,7 +123,7 @@ def test_state_is_loaded_tensor_by_tensor(driver):
         assert_close({name: got}, {name: want}, EXACT, name)
     assert_same_state(again.state_dict(), comp.state_dict(), "tensor by tensor")
     shorter, words = {**given, "b": np.ones((37, 40), np.float32)}, ["elements", "'b'"]
-    driver.must_raise((ValueError, PeerError), words, lambda: other.allreduce_many(shorter), same=False)
+    driver.must_raise((ValueError, PeerError), words, lambda: other.allreduce(shorter), same=False)
 
 
 def test_loaded_state_that_no_tensor_uses_is_logged(driver):
@@ -190,11 +190,11 @@ def test_owners_are_equal_on_all_ranks_after_an_error(driver):
         {name: np.full(size, driver.rank, np.float32)} for name, size in (("x", 90), ("y", 10), ("z", 50))
     )
     wrong = {"x": large["x"][1:]} if driver.rank == 0 else None
-    driver.must_raise(Exception, ["out['x']"], lambda: comp.allreduce_many({**large, **small}, out=wrong), same=False)
+    driver.must_raise(Exception, ["out['x']"], lambda: comp.allreduce({**large, **small}, out=wrong), same=False)
     for given in (other, {**large, **other}, {**small, **large}):
-        want = net.allreduce_many(driver.gather(given))[driver.rank]
-        assert_close(comp.allreduce_many(given), want, summed(driver.world_size), str([*given]))
-        placement = comp.local.placement
+        want = net.allreduce(driver.gather(given))[driver.rank]
+        assert_close(comp.allreduce(given), want, summed(driver.world_size), str([*given]))
+        placement = comp.rank_state.placement
         assert len(set(driver.gather(str(placement and sorted(placement.owners.items()))))) == 1
     comp.close()
 
@@ -220,7 +220,7 @@ def test_exception_of_a_signal_handler_waits_for_the_end_of_the_step(driver):
         raise TimeoutError
 
     (comp, net), observer = topk_and_loopback(driver), SignalAtEvent()
-    comp.watch(observer)
+    comp.add_observer(observer)
     before = signal.signal(signal.SIGALRM, handler)
     try:
         for step, event in enumerate(("begun", "encoded", "sent", "completed", "decoded", "committed", "")):
@@ -229,9 +229,9 @@ def test_exception_of_a_signal_handler_waits_for_the_end_of_the_step(driver):
             out = {name: np.empty_like(array) for name, array in everyone[driver.rank].items()}
             if observer.event:
                 with pytest.raises(TimeoutError):
-                    comp.allreduce_many(everyone[driver.rank], out=out)
+                    comp.allreduce(everyone[driver.rank], out=out)
             else:
-                comp.allreduce_many(everyone[driver.rank], out=out)
+                comp.allreduce(everyone[driver.rank], out=out)
             assert_reduced(driver, out, net, everyone, f"step {step}")
     finally:
         assert signal.signal(signal.SIGALRM, before) is handler
@@ -253,9 +253,9 @@ def test_step_after_a_wrong_input_on_one_rank_succeeds(driver):
     ):
         given, how = (arrays, op) if driver.rank == 1 else (good, "average")
         expected = kind if driver.rank == 1 else PeerError
-        run = lambda g=given, h=how: comp.allreduce_many(g, op=h)  # noqa: E731
+        run = lambda g=given, h=how: comp.allreduce(g, op=h)  # noqa: E731
         driver.must_raise(expected, words, run, same=kind is PeerError)
-        got, want = (one.allreduce_many(driver.gradients(1, SHAPES)) for one in (comp, control))
+        got, want = (one.allreduce(driver.gradients(1, SHAPES)) for one in (comp, control))
         assert_close(got, want, EXACT, f"after {words}")
 
 
@@ -285,12 +285,12 @@ def test_error_in_the_next_step_does_not_undo_this_one(driver):
     for step in range(8):
         given, is_failing = driver.gradients(step, SHAPES), driver.rank == step % driver.world_size
         comp._transport.wait = wait if is_failing else late
-        assert_close(comp.allreduce_many(given), control.allreduce_many(given), EXACT, f"step {step}")
+        assert_close(comp.allreduce(given), control.allreduce(given), EXACT, f"step {step}")
         in_method = step % 4 < 2  # else in the input
         fails = is_failing and in_method
         wrong = {**given, "b": np.arange(12)} if is_failing and not in_method else given
         with pytest.raises((PeerError, ValueError), match="made by the test" if in_method else "int64"):
-            comp.allreduce_many(wrong)
+            comp.allreduce(wrong)
         fails = False
         assert_same_state(comp.state_dict(), control.state_dict(), f"after the error that follows step {step}")
     comp._transport.wait = wait

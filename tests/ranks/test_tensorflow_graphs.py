@@ -311,7 +311,7 @@ def test_steps_in_a_loop_inside_one_function(driver):
         steps = [driver.everyone(call * count + i, SHAPES) for i in range(count)]
         fed = [tf.constant(np.stack([step[driver.rank][name] for step in steps])) for name in SHAPES]
         got = {name: array.numpy() for name, array in zip(SHAPES, loop(fed), strict=True)}
-        reduced = [net.allreduce_many(step)[driver.rank] for step in steps]
+        reduced = [net.allreduce(step)[driver.rank] for step in steps]
         want = {name: sum(one[name] for one in reduced) for name in SHAPES}
         assert_close(got, want, summed(driver.world_size), f"call {call}")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hvdcompress
-from hvdcompress.horovod.torch import Compressor, attach
+from hvdcompress.horovod.torch import Compressor, DistributedOptimizer
 from hvdcompress.loopback import Loopback
 from tests.ranks.checks import FOLDER, REORDERED, assert_close, assert_same_on_all_ranks, state_of
 from tests.ranks.drivers.torch import PAIR, TorchDriver, TorchHandle, backward
@@ -35,12 +35,12 @@ def test_attach_to_an_optimizer(driver):
     """In one call. The default method is "auto"."""
     params = parameters()
     sgd = torch.optim.SGD(params.values(), lr=1.0)
-    opt = attach(sgd, params.items(), "topk", op=hvd.Sum, density=0.1)
+    opt = DistributedOptimizer(sgd, params.items(), "topk", op=hvd.Sum, density=0.1)
     everyone = driver.everyone(0, SHAPES)
     net = Loopback("topk", world_size=driver.world_size, density=0.1)
     assert_reduced(driver, reduce_once(opt, params, everyone[driver.rank]), net, everyone, "sum", REORDERED, op="sum")
     assert opt.compressor.ledger.steps == 1
-    assert attach(sgd, params.items()).compressor.plan.fallback
+    assert DistributedOptimizer(sgd, params.items()).compressor.plan.fallback
 
 
 @pytest.mark.parametrize("method", ["auto", "topk"])
@@ -49,7 +49,7 @@ def test_adam_is_adapted_and_its_parameter_groups_are_not_changed(driver, method
     params = parameters()
     adam = torch.optim.AdamW(params.values(), lr=0.01)
     before = [{key: each for key, each in group.items() if key != "params"} for group in adam.param_groups]
-    opt = attach(adam, params.items(), method, density=1.0, min_elements=1)
+    opt = DistributedOptimizer(adam, params.items(), method, density=1.0, min_elements=1)
     for step in range(3):
         reduce_once(opt, params, driver.gradients(step, SHAPES))
         with opt.skip_synchronize():
@@ -163,8 +163,8 @@ def test_default_dtype_does_not_change_results(driver, method, dtype):
 )
 def test_torch_ops_equal_numpy_ops(driver, method, settings):
     """With a method for each collective."""
-    exact = hvdcompress.get(method).exact  # each library rounds matrix products in its own way
-    numpy, own = (driver.make(method, {"ops": ops, **settings}, SHAPES) for ops in ("auto", "torch"))
+    exact = hvdcompress.get_method(method).exact  # each library rounds matrix products in its own way
+    numpy, own = (driver.make(method, {"backend": ops, **settings}, SHAPES) for ops in ("auto", "torch"))
     for step in range(2):
         want, got = (handle.reduce(driver.gradients(step, SHAPES)) for handle in (numpy, own))
         assert_close(got, want, (1e-6, 1e-6) if exact else (1e-3, 2e-4), f"step {step}")

@@ -83,9 +83,9 @@ def test_inference_tensors_are_averaged(driver, ops):
         from hvdcompress.ddp import Compressor
     else:
         from hvdcompress.horovod.torch import Compressor
-    compressor = Compressor("topk", [("w", torch.nn.Parameter(torch.zeros(30, 40)))], density=1.0, ops=ops)
+    compressor = Compressor("topk", [("w", torch.nn.Parameter(torch.zeros(30, 40)))], density=1.0, backend=ops)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             tensor = torch.full((30, 40), driver.rank + 1.0)
-            compressor.allreduce({"w": tensor})
+            compressor.allreduce({"w": tensor}, out={"w": tensor})
         assert (tensor == (driver.world_size + 1) / 2).all()

@@ -73,7 +73,7 @@ def test_wrong_arguments_are_named(driver):
         words = ["model.named_parameters()", words]
         driver.must_raise(TypeError, words, lambda given=given: Compressor("topk", given))
     for method, words in (
-        (type(hvdcompress.get("topk")), ["TopK is a class", "'topk'"]),
+        (type(hvdcompress.get_method("topk")), ["TopK is a class", "'topk'"]),
         (model, ["not a Linear"]),
     ):
         driver.must_raise(ValueError, words, lambda method=method: Compressor(method, model.named_parameters()))

@@ -16,7 +16,7 @@ from experiments.training.simulate import Moment
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.methods.fft import FFT
-from hvdcompress.plan import load
+from hvdcompress.plan import load_plan
 
 Vector = np.ndarray[Any, Any]
 Settings = dict[str, Any]
@@ -113,7 +113,7 @@ def rivals_of(spec: TensorSpec, ranks: int) -> dict[str, tuple[Loopback, Loopbac
 
 def num_bytes(settings: Settings, spec: TensorSpec, ranks: int) -> int:
     """Return the bytes that a rank passes to its collectives."""
-    return load(settings).program.main.num_bytes(spec, ranks)
+    return load_plan(settings).program.main.num_bytes(spec, ranks)
 
 
 def matched(settings: Settings, spec: TensorSpec, most: int, ranks: int) -> Settings:
@@ -159,7 +159,7 @@ def codecs(net: str, small: str, method: Settings, seed: int, runs: int = 3) -> 
 
     def parts(tensors: nets.Shapes, world_size: int) -> Settings:
         specs = [TensorSpec(name, shape) for name, shape in tensors.items()]
-        spent = time_steps(load(method), specs, world_size, runs, WARM, seed=seed)[list(PARTS)]
+        spent = time_steps(load_plan(method), specs, world_size, runs, WARM, seed=seed)[list(PARTS)]
         return {"seconds": spent.sum(axis=1).median(), **spent.median()}
 
     added = parts(one, MANY)["seconds"] - parts(one, FEW)["seconds"]

@@ -84,7 +84,7 @@ class Window:
         age = moment.step - self.first
         gradients = [{tensor: each[tensor] for tensor in tensors} for each in moment.gradients]
         for entry, net in self.nets.items():
-            reduced = net.allreduce_many(gradients)[0]
+            reduced = net.allreduce(gradients)[0]
             if age == 0:
                 net.ledger.reset()
             for tensor in tensors if age in self.ages else ():

@@ -109,7 +109,7 @@ def convergence(method: Settings, world_size: int, seed: int, lengths: Sequence[
             if step % 10 == 0:
                 found.append(sum(float(np.vdot(g, g)) for g in loss_and_gradient(w, x, y)[1].values()))
             batches = random.integers(0, len(x), size=(world_size, BATCH))
-            mean = net.allreduce_many([loss_and_gradient(w, x[some], y[some])[1] for some in batches])[0]
+            mean = net.allreduce([loss_and_gradient(w, x[some], y[some])[1] for some in batches])[0]
             w = {name: value - np.float32(rate / np.sqrt(steps)) * mean[name] for name, value in w.items()}
         rows.append({"T": steps, "square": statistics.fmean(found)})
     return rows

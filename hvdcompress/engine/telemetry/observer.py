@@ -51,7 +51,7 @@ class Completed(NamedTuple):
 
 
 class Observer:
-    """Base class of event observers. Register one with ``compressor.watch(observer)`` and override the events you need.
+    """Base class of event observers. Register one with ``compressor.add_observer(observer)``, and override events.
 
     Every event has the ``rank`` on which it happened (in loopback there are several) and, if applicable, the ``name``
     of the tensor or bucket.

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -48,6 +48,7 @@ from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, wit
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.parts.momentum import Moment
 from hvdcompress.plan import Bucket, Plan, plan_of
+from hvdcompress.settings import Settings
 
 GRAPH_PER_TENSOR = "in TensorFlow each gradient has a graph of its own, in which the other gradients are not available"
 
@@ -100,7 +101,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     rank.
 
     Args:
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
         names: names of the variables, for the plan's rules and for :meth:`residual`, in the order in which the tape or
             optimizer gets the variables: of all variables, or only of those that have gradients. Without names, a
             variable is called by its index: "0", "1", ….
@@ -115,16 +116,16 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     """
 
     driver = "TensorFlow"
-    no_fallback_reason = "in TensorFlow, ranks agree on each tensor, not on a step"
+    _no_fallback_reason = "in TensorFlow, ranks agree on each tensor, not on a step"
 
     def __init__(
         self,
-        method: str | Method | Plan | Mapping[str, Any],
+        method: str | Method | Plan | Mapping[str, Any] = "auto",
         *,
         names: Sequence[str] | None = None,
         process_set: Any = hvd.global_process_set,
         loss_scale: float | Callable[[], float] = 1.0,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
@@ -144,7 +145,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         self._ordinals: int | None = None  # number of gradients without variable or name in a graph that has some
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
-        self._segments = Segments(self.local, self.current_loss_scale)
+        self._segments = Segments(self.rank_state, self._current_loss_scale)
         number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
         # hvd.elastic.run recognizes that a peer is gone by the text HorovodAllreduce in the name of the failed node
         self.prefix = f"HorovodAllreduce.hvdcompress.tf.set{process_set.process_set_id}.compressor{number}"
@@ -158,7 +159,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     # -- Horovod's interface -------------------------------------------------------------------------
 
-    @tf.autograph.experimental.do_not_convert  # AutoGraph would convert this function slowly, for no benefit
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # AutoGraph would be slow, for no benefit
     def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, GradientContext | tf.Tensor]:
         """Build the exchange of a gradient in the graph. Horovod calls this method while it traces.
 
@@ -186,26 +187,25 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         flat = tf.reshape(tensor, [-1])
         dtype = _graph_dtype(bucket)
         flat = flat if flat.dtype == dtype else tf.cast(flat, dtype)
-        piggyback = self._piggyback(bucket)
         ended = tf.raw_ops.ReadVariableOp(resource=self._counter(bucket.spec.name, traced), dtype=tf.int64)
         segments = self._segments
-        chains: list[tuple[Round, ...]] = [()] if piggyback is not None else self._chains(bucket)
+        chains = self._chains(bucket)
         # With one chain, the first segment also returns the first payload: a segment costs a call into Python
         first = chains[0][:1] if len(chains) == 1 else ()
 
         def begin(gradient: Array, _: Array) -> list[Array]:
-            probe = segments.begin(bucket, gradient, piggyback, traced, self._refuse_other_ordinals(traced))
+            probe = segments.begin(bucket, gradient, traced, self._refuse_other_ordinals(traced))
             return [probe, *(segments.send(bucket, 0, first[0]) if first else ())]
 
         probe, *payload = _segment(begin, [flat, ended], [tf.float32, *(_dtypes(first[0]) if first else ())])
-        probe.set_shape([PROBE + (piggyback or 0)])
+        probe.set_shape([PROBE])
         if first:
             done = self._chain(bucket, payload, chains[0])
         else:
             done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
         return probe, GradientContext(tensor, bucket, traced, passing, done, received=bool(first))
 
-    @tf.autograph.experimental.do_not_convert
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def decompress(self, output: tf.Tensor, ctx: GradientContext | tf.Tensor) -> tf.Tensor:
         """Build the end of a gradient's exchange in the graph.
 
@@ -231,7 +231,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             if received:
                 self._segments.receive(bucket, done)
             reduced = self._segments.finish(bucket, probe, traced, passing)
-            self.local.warn_about_unused()
+            self.rank_state.warn_about_unused()
             if self.ledger.steps == 2:
                 self._warn_if_not_adapted()
             return reduced
@@ -249,7 +249,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     def _rehearsals(self, bucket: Bucket) -> dict[tuple[int, int], tuple[Round, ...]]:
         """Return the sequence of collectives for each (stage of the plan, phase of the method)."""
         return {
-            (stage, phase): rehearse(method, phase, self.local.world_size, bucket.spec)
+            (stage, phase): rehearse(method, phase, self.rank_state.world_size, bucket.spec)
             for stage, (_, method) in enumerate(bucket.program.stages)
             for phase in range(len(method.phases))
         }
@@ -309,7 +309,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     def _passes(self, bucket: Bucket) -> bool:
         """Return whether the stock all-reduce reduces the gradient itself in every step."""
-        return len(bucket.program.stages) == 1 and self.local.next_step(bucket).passes_through
+        return len(bucket.program.stages) == 1 and self.rank_state.next_step(bucket).passes_through
 
     def _bucket(self, tensor: tf.Tensor) -> tuple[Bucket, Traced]:
         """Return the bucket of a gradient, and the tensors that were traced in the same outermost graph."""
@@ -420,18 +420,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         finally:
             self._name = None
 
-    def _piggyback(self, bucket: Bucket) -> int | None:
-        """Return the length of a float32 payload that the stock all-reduce can carry; None if it cannot.
-
-        It cannot if the sequence of collectives changes over time (several stages or phases).
-        """
-        (_, method), *more = bucket.program.stages
-        if more or len(method.phases) > 1:
-            return None
-        if self.local.next_step(bucket).dtype != "float32" or _graph_dtype(bucket) != tf.float32:
-            return None
-        return method.piggyback(bucket.spec, 0, {})
-
     def _compare_plans_once(self) -> None:
         """Compare the plans of all ranks, while the first graph is traced.
 
@@ -452,7 +440,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     def _adapting(self, buffers: Mapping[str, Any], gradients: Mapping[str, Any], moment: Moment) -> Iterator[None]:
         """Add graph nodes before and after a step; see :meth:`adapted`. Use it in the graph of the exchange."""
         self.is_adapted = True
-        self.local.tracks_ages = not moment.at_once or bool(self.local.tracks_ages)
+        self.rank_state.tracks_ages = not moment.at_once or bool(self.rank_state.tracks_ages)
         numbers = [tf.cast(tf.convert_to_tensor(each), tf.float32) for each in moment[:-1]]
         ends = []
         for name, buffer in buffers.items():
@@ -475,7 +463,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             decay, rate, direct, buffered, weight = map(float, numbers)
             moment = Moment(decay, rate, direct, buffered, weight, at_once)
             dense = [np.zeros(len(gradient), np.float32) for _ in range(2)]
-            late = self.local.late.pop(name, None)
+            late = self.rank_state.late.pop(name, None)
             if late and moment.decay:
                 index, ages = late.part(0)
                 where: Any = slice(None) if index is None else index
@@ -505,15 +493,15 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         sizes = hvd.allgather(tf.constant([len(data)]), name=f"{name}.size", process_set=self.process_set).numpy()
         joined = hvd.allgather(tf.constant(data), name=name, process_set=self.process_set).numpy()
         lengths = [int(size) + 4 for size in sizes]
-        for observer in self.local.observers:
-            observer.sent(self.local.rank, "plan", Sent("AllGather", data, len(data) + 4, lengths))
+        for observer in self.rank_state.observers:
+            observer.sent(self.rank_state.rank, "plan", Sent("AllGather", data, len(data) + 4, lengths))
         return [piece.tobytes() for piece in cut(joined, sizes.tolist())]
 
     def _waits_for(self) -> str | None:
         return self._segments.waits_for()
 
     def _is_over(self) -> bool:
-        return compressor.process_set_changed(self.process_set, self.local.world_size)
+        return compressor.process_set_changed(self.process_set, self.rank_state.world_size)
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -529,7 +517,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         if name not in self.buckets:
             raise KeyError(f"no tensor {name!r} has been reduced yet; known: {', '.join(self.buckets) or 'none'}")
         shape = self.buckets[name].spec.shape
-        flat = self.local.residual(name) if name in self.local.names() else None
+        flat = self.rank_state.residual(name) if name in self.rank_state.names() else None
         return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -541,8 +529,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         """
         snapshot.check(saved)
         saved = snapshot.renamed(saved, self.all_names())
-        self.local.load_state_dict(saved, self._buckets() or None)
-        self.ledger.steps = min(self.ledger.steps, self.local.steps_done())
+        self.rank_state.load_state_dict(saved, self._buckets() or None)
+        self.ledger.steps = min(self.ledger.steps, self.rank_state.steps_done())
 
     def _buckets(self) -> list[Bucket]:
         return list(self.buckets.values())

@@ -24,11 +24,11 @@ import numpy as np
 
 from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import has_headers, lift, lower, received_lengths
-from hvdcompress.engine.commit import Outcome, commit_step
-from hvdcompress.engine.exchange import Exchange, Stage
+from hvdcompress.engine.commit import PassedThrough, commit_step
+from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
 from hvdcompress.engine.setup import Setup
-from hvdcompress.engine.state import NextStep, RankState
+from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Collective
@@ -96,7 +96,7 @@ class Segments:
     """
 
     def __init__(self, local: RankState, loss_scale: Callable[[], float]):
-        self.local = local
+        self.rank_state = local
         self.loss_scale = loss_scale
         self.group = Group(local.rank, local.world_size)
         self.exchanges: dict[str, Exchange] = {}
@@ -116,7 +116,6 @@ class Segments:
         self,
         bucket: Bucket,
         gradient: Array,
-        piggyback: int | None,
         traced: Traced,
         refusal: Exception | None = None,
     ) -> Array:
@@ -125,12 +124,11 @@ class Segments:
         Args:
             bucket: the tensor.
             gradient: its gradient, flat.
-            piggyback: the length of the payload, if the stock all-reduce carries it.
             traced: the graph of the gradient.
             refusal: an error with which to refuse the gradient; None if it may be exchanged.
 
         Returns:
-            The input of the stock all-reduce, float32: the payload, if it is carried, and the probe [PROBE].
+            The input of the stock all-reduce: the probe [PROBE] float32.
         """
         with self._lock:
             name = bucket.spec.name
@@ -144,11 +142,13 @@ class Segments:
                 scale = self.loss_scale()
                 if traced is not self._begun:
                     self._begun = traced
-                    self.local.begin_round()
+                    self.rank_state.begin_round()
                 # A float64 value beyond the range of float32 becomes Inf, and the step is then treated as non-finite
                 with np.errstate(over="ignore"):
-                    vector = gradient.astype(self.local.next_step(bucket).dtype, copy=False)
-                self.exchanges[name] = exchange = Exchange(Setup(self.local, self.group, bucket, vector, fast, scale))
+                    vector = gradient.astype(self.rank_state.next_step(bucket).dtype, copy=False)
+                self.exchanges[name] = exchange = Exchange(
+                    Setup(self.rank_state, self.group, bucket, vector, fast, scale)
+                )
                 exchange.add([0], [vector], [None])
                 exchange.start()
                 finite = exchange.finite
@@ -156,18 +156,15 @@ class Segments:
             except Exception as error:
                 self.errors[name] = error
             failed = float(name in self.errors)
-            stock = pool.empty((piggyback or 0) + PROBE, np.float32)
-            if piggyback is not None:
-                stock[:piggyback] = 0 if failed else exchange.collective.x  # type: ignore[union-attr]
             flags = (float(not finite), float(requests), failed, failed * (rank + 1))
-            stock[-PROBE:] = (1.0 / p, (rank + 1.0) / p**2, *flags)
-            self._sent(name, Sent("AllReduce", stock if piggyback is None else stock[:piggyback], stock.nbytes))
-            return stock
+            probe = np.array([1.0 / p, (rank + 1.0) / p**2, *flags], np.float32)
+            self._sent(name, Sent("AllReduce", probe, probe.nbytes))
+            return probe
 
     def phase(self, bucket: Bucket) -> tuple[int, int]:
         """Return the plan's stage and the method's phase in the current step of a bucket."""
         with self._lock:
-            upcoming = self.local.next_step(bucket)
+            upcoming = self.rank_state.next_step(bucket)
             return bucket.program.stage(upcoming.state.step if upcoming.state else 0), upcoming.phase
 
     def send(self, bucket: Bucket, number: int, planned: Round) -> list[Array]:
@@ -200,7 +197,7 @@ class Segments:
                 splits = None
             if planned.collective != "AllToAll":
                 return [payload]
-            equal = [len(payload) // self.local.world_size] * self.local.world_size
+            equal = [len(payload) // self.rank_state.world_size] * self.rank_state.world_size
             return [payload, np.array(splits or equal, np.int32)]
 
     def receive(self, bucket: Bucket, result: Array) -> None:
@@ -237,10 +234,8 @@ class Segments:
             passed = [self._pass_on(other) for other in passing]
             exchange = self.exchanges.pop(name, None)
             error = self.errors.pop(name, None)
-            payload = probe[:-PROBE]
-            probe = probe[-PROBE:]
             try:
-                factor = factor_of(probe, self.local.world_size)
+                factor = factor_of(probe, self.rank_state.world_size)
                 non_finite, triggered, failed, failed_rank = (value / factor for value in probe[2:])
                 if error or failed > 0.5:
                     raise self._failed(name, error, failed, failed_rank)
@@ -251,19 +246,15 @@ class Segments:
                 out = np.full(bucket.spec.size, np.nan, _graph_dtype(bucket))
             else:
                 assert exchange is not None
-                if exchange.stage is Stage.RUNNING:
-                    factor = exchange.resume_carried(payload, factor)
-                # If the payload itself is the reduced gradient, return it without a copy
-                is_payload = exchange.reduced[0].total is payload
-                out = payload if is_payload else pool.empty(bucket.spec.size, _graph_dtype(bucket))
+                out = pool.empty(bucket.spec.size, _graph_dtype(bucket))
                 exchange.outs = [out]
                 finite = non_finite < 0.5
                 if finite:
                     exchange.deliver(factor)
-                commit_step(self.local, [exchange], passed, Outcome(finite, triggered > 0.5), per_bucket=True)
+                commit_step(self.rank_state, [exchange, *passed], finite, triggered > 0.5, per_bucket=True)
                 if finite:
                     self._carried[name] = self._requesting[name]
-                    self.local.ledger.steps = max(self.local.ledger.steps, self.local.states[name].step)
+                    self.rank_state.ledger.steps = max(self.rank_state.ledger.steps, self.rank_state.states[name].step)
             self._raise_at_the_end_of_a_step(name, traced)
             return out
 
@@ -272,10 +263,10 @@ class Segments:
         waiting = list(self.exchanges.values())
         return waiting[0].describe_wait(len(waiting)) if waiting else None
 
-    def _pass_on(self, bucket: Bucket) -> NextStep:
+    def _pass_on(self, bucket: Bucket) -> PassedThrough:
         """Tell the engine that the stock all-reduce reduces a bucket."""
         self._sent(bucket.spec.name, Sent("AllReduce", None, 4 * bucket.spec.size))
-        return self.local.pass_through(bucket, _EMPTY, fast)
+        return PassedThrough(self.rank_state, self.rank_state.pass_through(bucket, _EMPTY, fast))
 
     def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
         """Raise the failure, if there is one, as soon as no rank waits for another one.
@@ -295,7 +286,7 @@ class Segments:
 
     def _requests_trigger(self, exchange: Exchange) -> bool:
         """Return whether this tensor's probe requests a trigger: for each request, until a finite step carries it."""
-        self._requested += self.local.take_trigger_request()
+        self._requested += self.rank_state.take_trigger_request()
         self._requesting[exchange.name] = self._requested
         return self._carried.get(exchange.name, 0) < self._requested
 
@@ -304,10 +295,10 @@ class Segments:
 
         Observers are told about an all-gather later, in :meth:`_incoming`, when its lengths are known.
         """
-        request = lower(collective, self.local.rank, self.local.world_size, fast, np.zeros(0))
+        request = lower(collective, self.rank_state.rank, self.rank_state.world_size, fast, np.zeros(0))
         payload = np.ascontiguousarray(request.payload)
         if isinstance(collective, Broadcast):
-            mine = self.local.rank == int(collective.root)
+            mine = self.rank_state.rank == int(collective.root)
             self._sent(name, Sent("Broadcast", payload if mine else None, payload.nbytes))
         elif not isinstance(collective, AllGather):
             splits = collective.splits if isinstance(collective, AllToAll) else None
@@ -318,23 +309,23 @@ class Segments:
         """Return the result of a collective in the form that the method expects."""
         pieces: Sequence[int] = ()
         if has_headers(collective):
-            pieces = received_lengths(result, collective, self.local.world_size, fast)
+            pieces = received_lengths(result, collective, self.rank_state.world_size, fast)
             if isinstance(collective, AllGather):
                 self._sent(name, Sent("AllGather", collective.x, len(collective.x), pieces))
         elif isinstance(collective, AllToAll):
-            pieces = collective.receives or [len(result) // self.local.world_size] * self.local.world_size
+            pieces = collective.receives or [len(result) // self.rank_state.world_size] * self.rank_state.world_size
         return lift(collective, result, pieces, fast)
 
     def _sent(self, name: str, what: Sent) -> None:
-        for observer in self.local.observers:
-            observer.sent(self.local.rank, name, what)
+        for observer in self.rank_state.observers:
+            observer.sent(self.rank_state.rank, name, what)
 
     def _zeros(self, bucket: Bucket, number: int, planned: Round) -> Array:
         """Return zeros of the same length as the payloads of the other ranks, for a rank that has failed."""
         dtype = "int32" if planned.collective == "Broadcast" else planned.dtype
         length = 0 if planned.collective == "AllGather" else self._lengths.get((bucket.spec.name, planned, number))
         if length is None:
-            upcoming = self.local.next_step(bucket)
+            upcoming = self.rank_state.next_step(bucket)
             with suppress(Exception):  # the rehearsal runs the method, which may fail again
                 length = lengths(upcoming.method, upcoming.phase, self.group.world_size, bucket.spec)[number]
                 length //= 4 if planned.collective == "Broadcast" else 1

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import horovod.torch as hvd
 import torch
@@ -25,9 +25,8 @@ from hvdcompress._torch.compressor import TensorCompressor, named
 from hvdcompress.engine.agreement import PeerError, SharedConfig, compare_configs, factor_of
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import is_elastic, next_compressor_number, process_set_changed
-from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.intake import SMALL
-from hvdcompress.engine.node_step import Levels
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.state import RankState
@@ -36,8 +35,8 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.torch.transport import HorovodTransport
 from hvdcompress.method import Method
-from hvdcompress.ops.torch.tensors import uploaded
 from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
+from hvdcompress.settings import Settings
 
 _numbers: Counter[int] = Counter()  # see engine.compressor.next_compressor_number
 _hook_handles: list[Any] = []  # at most one: of the optimizers' pre-step hook, registered with the first Compressor
@@ -62,16 +61,14 @@ class GradientContext:
     Attributes:
         gradient: the gradient, in the parameter's ``.grad``.
         name: the name of its parameter; empty until it is known.
-        carried: the exchange whose payload the stock all-reduce carries, next to the probe; None if there is none.
         passed: whether the stock all-reduce reduces the gradient itself.
     """
 
-    __slots__ = ("carried", "gradient", "name", "passed")
+    __slots__ = ("gradient", "name", "passed")
 
     def __init__(self, gradient: torch.Tensor):
         self.gradient = gradient
         self.name = ""
-        self.carried: Exchange | None = None
         self.passed = False
 
 
@@ -120,7 +117,7 @@ class Arrivals:
         passing: contexts of the gradients that the stock all-reduce reduces, until the engine is told about them.
         order: parameter names in the order in which their gradients arrived.
         outstanding: names of the gradients for which ``decompress`` has not been called yet.
-        probes: input for stock all-reduces that carry no payload.
+        probes: inputs for stock all-reduces.
         launched: whether every exchange is in flight, which is the case from the first ``decompress`` on.
         clock: measures the time of the step.
     """
@@ -141,14 +138,14 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     Each optimizer needs its own Compressor. Make several in the same order on every rank.
 
     Args:
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
         named_parameters: as given to the optimizer, for example ``model.named_parameters()``. State is kept by name.
             Parameters that the optimizer does not have, or that require no gradient now, are not exchanged. A
             parameter that is frozen later keeps its residual.
         process_set: the Horovod process set that the optimizer uses (default: all ranks).
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it, such as
             ``scaler.get_scale``. Residuals are kept unscaled, so the factor may change between steps.
-        ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
+        backend: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
@@ -166,13 +163,13 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
     def __init__(
         self,
-        method: str | Method | Plan | Mapping[str, Any],
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        method: str | Method | Plan | Mapping[str, Any] = "auto",
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] = (),
         *,
         process_set: Any = hvd.global_process_set,
         loss_scale: float | Callable[[], float] = 1.0,
-        ops: str = "auto",
-        **settings: Any,
+        backend: str = "auto",
+        **settings: Unpack[Settings],
     ):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
@@ -190,7 +187,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         location = None
         if plan.nodes:
             location = _location(process_set, plan.nodes)
-        super().__init__(plan, rank, world_size, trained, loss_scale, ops, location)
+        super().__init__(plan, rank, world_size, trained, loss_scale, backend, location)
         self.model_parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
@@ -198,7 +195,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
         self.prefix = f"hvdcompress.set{process_set.process_set_id}.compressor{number}"
         self._probe = torch.tensor(
-            [1.0 / world_size, (self.local.rank + 1.0) / world_size**2], dtype=torch.float32, device="cpu"
+            [1.0 / world_size, (self.rank_state.rank + 1.0) / world_size**2], dtype=torch.float32, device="cpu"
         )
         self._network = self._make_network()
         self._last_order: list[str] = []  # order of the gradients in the last step, as a guess for the next one
@@ -215,15 +212,15 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             PeerError: the nodes differ between ranks.
         """
         transport = HorovodTransport(self.prefix, self.process_set)
-        world = Collectives(transport, self.local.observers)
-        nodes = self.local.nodes
+        world = Collectives(transport, self.rank_state.observers)
+        nodes = self.rank_state.nodes
         if _one_level_reason():
             return world
         with self.watchdog.rendezvous("every rank's Compressor"):
             # A rank that alone makes process sets would wait for the others forever
             everyone = world.gather_text("plan", str(nodes or "one level"))
             compare_configs([({"nodes": each}, {}) for each in everyone])
-            return Levels.over(transport, transport.split(nodes), self.local.observers) if nodes else world
+            return Levels.over(transport, transport.split(nodes), self.rank_state.observers) if nodes else world
 
     # -- Horovod's interface --------------------------------------------------------------------------------
 
@@ -321,9 +318,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._last_order = arrivals.order
             self._arrivals = None
             self._plans_compared = True
-            self.ledger.steps += arrivals.step.finite
             self._end_step(arrivals.step)
-            arrivals.clock.note_step(self.local)
+            arrivals.clock.note_step(self.rank_state)
         arrivals.clock.leave()
         return ctx.gradient
 
@@ -332,29 +328,26 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _open_step(self) -> Arrivals:
         """Return the open step. Discard an unfinished one and start a new one."""
         if self._arrivals is None or self._arrivals.launched:
-            if self.process_set.size() != self.local.world_size:
+            if self.process_set.size() != self.rank_state.world_size:
                 raise RuntimeError(
-                    f"the Compressor was made for {self.local.world_size} ranks, and the process set has "
+                    f"the Compressor was made for {self.rank_state.world_size} ranks, and the process set has "
                     f"{self.process_set.size()} now; make the Compressor and the optimizer again"
                 )
             self._discard_step()
             self._note_frozen()
-            self.local.begin_round()
-            step = self._new_step(self._network, Agree.BEFORE_WAITING)
-            with step.defer_errors:
-                step.loss_scale = self.current_loss_scale()
+            self.rank_state.begin_round()
+            step = self._new_step(self._network, self._terms, Agree.BEFORE_WAITING)
             self._arrivals = Arrivals(step, self._probes(), Clock(self.ledger))
         return self._arrivals
 
-    def _run_step(self, add: Callable[[Step], None]) -> None:
+    def _run_step(self, add: Callable[[Step], None], factor: float) -> None:
         self.watchdog.endpoint()  # this starts the watchdog
         self._note_frozen()
-        self.local.begin_round()
-        step = self._step = self._new_step(self._network, Agree.BEFORE_WAITING)
-        step.factor = 1.0 / self.local.world_size
+        self.rank_state.begin_round()
+        step = self._step = self._new_step(self._network, self._terms, Agree.BEFORE_WAITING)
+        step.factor = factor
         try:
             with step.defer_errors:
-                step.loss_scale = self.current_loss_scale()
                 add(step)
             step.send_status()
             if not self._plans_compared:
@@ -366,7 +359,6 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         finally:
             self._step = None
         self._plans_compared = True
-        self.ledger.steps += step.finite
         self._end_step(step)
 
     def _end_first_status(self, step: Step) -> None:
@@ -385,9 +377,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             others = self.parameters.keys() - hooked.keys()
             self.parameters = hooked
             self._terms = SharedConfig(self._terms.plan, {name: self._terms.tensors[name] for name in hooked})
-            self._group(self.local.ages())
-            self.local.regroup(self._buckets())
-            self.local.forget(others)
+            self._group(self.rank_state.ages())
+            self.rank_state.regroup(self._buckets())
+            self.rank_state.forget(others)
 
     def _is_under_way(self) -> bool:
         arrivals = self._arrivals
@@ -398,7 +390,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         return step.waits_for() if step else None
 
     def _is_over(self) -> bool:
-        return process_set_changed(self.process_set, self.local.world_size)
+        return process_set_changed(self.process_set, self.rank_state.world_size)
 
     def _discard_step(self) -> None:
         """Discard the open step, if there is one. State stays as it was before the step."""
@@ -423,11 +415,11 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             arrivals.passing.append(ctx)
             return
         vector = self.framework.vector(arrivals.step, bucket, ctx.gradient)
-        ctx.carried = arrivals.step.add(bucket, [index], [vector], may_carry=self._plans_compared)
+        arrivals.step.add(bucket, [index], [vector])
 
     def _passes_through(self, bucket: Bucket) -> bool:
         """Return whether the stock all-reduce reduces the gradient itself. It knows nothing of two levels."""
-        return self.local.nodes is None and self.local.next_step(bucket).passes_through
+        return self.rank_state.nodes is None and self.rank_state.next_step(bucket).passes_through
 
     def _pass_on(self, arrivals: Arrivals) -> None:
         """Tell the engine about the gradients that stock all-reduces carry, which may be in flight already."""
@@ -469,13 +461,11 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             if output.data_ptr() != ctx.gradient.data_ptr():
                 ctx.gradient.detach().copy_(output)
         elif step.factor is None:
-            step.factor = factor_of(output[-2:].tolist(), self.local.world_size)
+            step.factor = factor_of(output.tolist(), self.rank_state.world_size)
         with step.defer_errors:
-            if ctx.carried and step.factor:
-                step.receive_carried(ctx.carried, self.framework.flat(output[:-2]))
             step.poll()
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check before a step of an optimizer with this Compressor that all of its gradients are reduced.
 
         Args:
@@ -520,30 +510,18 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _stock_input(self, ctx: GradientContext, step: Step, probes: Iterator[torch.Tensor]) -> torch.Tensor:
         """Return the tensor that Horovod all-reduces for a gradient.
 
-        It is the probe [1/p, (rank+1)/p²], with p ranks, whose reduction shows the operation. If the stock all-reduce
-        carries a payload, the probe follows it. If it carries the gradient itself, no probe is needed.
+        It is the probe [1/p, (rank+1)/p²], with p ranks, whose reduction shows the operation; or the gradient itself,
+        if its method changes nothing. A rank that has failed sends the same as the others.
         """
-        failed = step.error and self._plans_compared and ctx.name and not ctx.carried
-        bucket = self._bucket_and_index[ctx.name][0] if failed else None
-        planned = self.local.next_step(bucket) if bucket else None
-        if ctx.passed or (bucket and self._passes_through(bucket)):
+        failed = step.error and self._plans_compared and ctx.name
+        if ctx.passed or (failed and self._passes_through(self._bucket_and_index[ctx.name][0])):
             ctx.passed = True
-            payload = ctx.gradient
             stock = ctx.gradient.contiguous()
         else:
-            payload = None
-            if ctx.carried:
-                x = ctx.carried.collective.x  # type: ignore[union-attr]
-                payload = torch.as_tensor(x, device=ctx.gradient.device)
-            elif (
-                planned
-            ):  # this rank has failed, but the others may carry their payloads: send zeros of the same length
-                length = None if self.local.nodes else planned.carried_elements()
-                where = ctx.gradient.device
-                payload = None if length is None else torch.zeros(length, dtype=torch.float32, device=where)
-            stock = next(probes) if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
-        for observer in self.local.observers:
-            observer.sent(self.local.rank, ctx.name, Sent("AllReduce", payload, stock.nbytes))
+            stock = next(probes)
+        payload = ctx.gradient if ctx.passed else None
+        for observer in self.rank_state.observers:
+            observer.sent(self.rank_state.rank, ctx.name, Sent("AllReduce", payload, stock.nbytes))
         return stock
 
     def _identify(self, tensor: torch.Tensor, position: int) -> str:
@@ -620,4 +598,4 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Optimizer pre-step hook: check the gradients if the optimizer is Horovod's and has a Compressor."""
     compressor = getattr(optimizer, "_compression", None)  # the name that hvd.DistributedOptimizer uses
     if isinstance(compressor, Compressor):
-        compressor.check(optimizer)
+        compressor._check(optimizer)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -138,7 +138,7 @@ class Driver(ABC):
     world_size: int
     folder: Path  #: of this launch, the same on every rank
     num_nodes = int(os.environ.get("NODES", "0"))  #: of exchanges with two levels; 0: one level
-    shapes: Shapes = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
+    shapes: ClassVar[Shapes] = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
     error: type[Exception] = Exception  #: what all ranks raise when one has failed
     recovers = False  #: a Compressor can be used after an error
     expensive = False  #: making a Compressor takes most of a second
@@ -205,7 +205,7 @@ class Driver(ABC):
 
     def exact_with(self, method: str | Plan) -> bool:
         """Return whether a method's results are exact; on a device, the rounding of matrix products is not."""
-        return self.exact and (self.same_products or hvdcompress.get(str(method)).exact)
+        return self.exact and (self.same_products or hvdcompress.get_method(str(method)).exact)
 
     def some(self, methods: Mapping[str, Settings]) -> list[tuple[str, Settings]]:
         """Return methods with their settings: the first two if a Compressor takes most of a second."""
@@ -217,7 +217,9 @@ class Driver(ABC):
             return 0.0, 0.0
         if sums_float16(str(method), settings):
             return None
-        loose = 1.0 if hvdcompress.get(str(method)).exact else 100.0  # matrix products and feedback make more of it
+        loose = (
+            1.0 if hvdcompress.get_method(str(method)).exact else 100.0
+        )  # matrix products and feedback make more of it
         return 2e-6 * loose, 4e-7 * loose
 
     def again(self, method: str | Plan, settings: Settings) -> tuple[float, float] | None:

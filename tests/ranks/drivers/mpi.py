@@ -47,7 +47,7 @@ class MpiHandle(Handle):
 
     def reduce(self, gradients: Arrays) -> Arrays:
         given = {n: g if g.dtype.kind != "f" else g.astype(self.dtype) for n, g in gradients.items()}
-        return self.compressor.allreduce_many(given, op=self.op)
+        return self.compressor.allreduce(given, op=self.op)
 
     def overhead(self, steps: int) -> dict[str, int]:
         """A status at the beginning and the end of each step, the lengths of payloads that are gathered, plans once."""

@@ -84,7 +84,7 @@ class TorchHandle(Handle):
         """A probe with each gradient that Horovod does not reduce itself, and a status in each step; with two levels,
         it reduces none, there are two statuses, and ranks compare their nodes at first."""
         probes = {}
-        nodes = self.compressor.local.nodes
+        nodes = self.compressor.rank_state.nodes
         statuses = 2 if nodes else 1
         for bucket in self.compressor.buckets.values():
             passing = nodes is None and bucket.spec.dtype == "float32" and len(bucket.members) == 1

@@ -20,7 +20,7 @@ pytestmark = [
 def make(driver, compressed, dense, **settings):
     """Return a Compressor whose steps seem to take these times, in seconds."""
     handle = driver.make({**SETTINGS, **settings}, {}, driver.shapes)
-    fallback, now = handle.compressor.local.fallback, 0.0
+    fallback, now = handle.compressor.rank_state.fallback, 0.0
 
     def note(began, ended):
         nonlocal now
@@ -49,7 +49,7 @@ def test_compression_ends_where_it_does_not_pay(driver):
     lost, and from then on results are the exact averages. A Compressor that loads the state does not compare again.
     """
     handle = make(driver, compressed=0.2 + 0.1 * driver.rank, dense=0.25)
-    compressor, fallback = handle.compressor, handle.compressor.local.fallback
+    compressor, fallback = handle.compressor, handle.compressor.rank_state.fallback
     total, exact = ({name: np.zeros(shape) for name, shape in driver.shapes.items()} for _ in range(2))
     verdicts = []
     for step in range(STEPS):
@@ -90,7 +90,7 @@ def test_residuals_are_sent_although_steps_are_discarded(driver, dtype):
     part back into the residuals, which is sent in the next steps."""
     shapes = {"w": (40, 30)}
     handle = driver.make({**SETTINGS, "density": 0.01}, {}, shapes, dtype=dtype)
-    fallback = handle.compressor.local.fallback
+    fallback = handle.compressor.rank_state.fallback
     fallback.note = lambda began, ended: None
     size = 50000.0 if dtype == "float16" else 1.0
     everyone = [{"w": np.full(shapes["w"], size, dtype)}] * driver.world_size
@@ -117,7 +117,7 @@ def test_compression_is_kept_where_it_pays(driver):
     """One uncompressed step of seconds is enough; it changes neither residuals nor step counts, as in a pause."""
     handle = make(driver, compressed=0.1, dense=3.0)
     plain = driver.make({**SETTINGS, "fallback": False}, {}, driver.shapes)
-    fallback, uncompressed = handle.compressor.local.fallback, 0
+    fallback, uncompressed = handle.compressor.rank_state.fallback, 0
     for step in range(STEPS):
         everyone = driver.everyone(step, driver.shapes)
         is_exact = fallback.uncompressed

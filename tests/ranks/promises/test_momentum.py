@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdcompress import get
+from hvdcompress import get_method
 from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.parts.momentum import adapts
 from tests.ranks.checks import assert_close
@@ -45,7 +45,7 @@ def test_adapted_momentum_equals_the_loopback(driver, method):
 
 def step_of_loopback(net, buffers, given, momentum):
     """Do a step of SGD with a rate of 1. Return the reduced gradients, and by how much each tensor decreases."""
-    reduced = net.allreduce_many(given)[0]
+    reduced = net.allreduce(given)[0]
     with net.adapted(buffers, reduced, momentum=momentum):
         for name, array in reduced.items() if all(np.isfinite(array).all() for array in reduced.values()) else ():
             buffers[name][...] = momentum * buffers[name] + array
@@ -91,7 +91,7 @@ def check_momentum(driver, method, settings):
             assert_close(got, want, (rtol + 2e-6, atol + 1e-6), f"{method}, step {step}")
         if "optimizer_momentum" not in settings:
             continue
-        own = get("dgc").momentum if method == "dgc" else 0.0
+        own = get_method("dgc").momentum if method == "dgc" else 0.0
         for name, adapted in is_adapted.items():
             plain[name] = momentum * plain[name] + reduced[name]
             expected = reduced[name].astype(float) * (1.0 - own) / (1.0 - momentum) if adapted else plain[name]
@@ -107,6 +107,6 @@ def test_momentum_is_kept_when_compression_ends(driver):
     for step in range(6):
         given = driver.everyone(step, driver.shapes)
         got = handle.train(given[driver.rank], 0.9)["a"]
-        reduced = plain.allreduce_many(given)[0]["a"].astype(np.float64)
+        reduced = plain.allreduce(given)[0]["a"].astype(np.float64)
         expected = 10.0 * reduced if step < 3 else reduced if step == 3 else 0.9 * expected + reduced
         assert_close({"a": got.astype(float)}, {"a": expected}, (1e-4, 1e-4), f"step {step}")

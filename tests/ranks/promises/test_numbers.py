@@ -27,7 +27,7 @@ def test_bfloat16_is_the_rounded_float32(driver):
         handle, net = driver.make(method, {}, driver.shapes, dtype="bfloat16"), driver.yardstick(method, {})
         for step in range(2):
             everyone = driver.everyone(step, driver.shapes)
-            got, want = handle.reduce(everyone[driver.rank]), net.allreduce_many(everyone)[driver.rank]
+            got, want = handle.reduce(everyone[driver.rank]), net.allreduce(everyone)[driver.rank]
             want = {name: rounded_to_bfloat16(array) for name, array in want.items()}
             if driver.exact:
                 assert_close(got, want, (0.0, 0.0), f"{method}, step {step}")
@@ -87,7 +87,7 @@ def test_denormal_numbers_are_kept(driver):
         handle, net = driver.make(method, settings, {"w": (1200,)}), driver.yardstick(method, settings)
         for step in range(3):
             everyone = [{"w": np.float32([1e-40 * (r + 1), 3e-42, 1e-38, 2.0] * 300)} for r in range(driver.world_size)]
-            want = net.allreduce_many(everyone)[driver.rank]
+            want = net.allreduce(everyone)[driver.rank]
             got = handle.reduce(everyone[driver.rank])
             if driver.exact:
                 assert_close(got, want, (0.0, 0.0), f"{method}, step {step}")
@@ -154,7 +154,7 @@ def test_numpy_error_settings_and_warning_filters_do_not_matter(driver):
         everyone = driver.everyone(0, driver.shapes)
         for one in everyone:
             one["a"][0, :3] = 1e-42, 1e-38, 1e37  # a denormal, and a number whose square overflows
-        want = net.allreduce_many(everyone)[driver.rank]
+        want = net.allreduce(everyone)[driver.rank]
         with np.errstate(all="raise"), warnings.catch_warnings():
             warnings.simplefilter("error")
             got = handle.reduce(everyone[driver.rank])

@@ -18,7 +18,7 @@ def test_bytes_of_scalecom_do_not_grow_with_the_ranks(driver):
     handle, two = driver.make("scalecom", settings, driver.shapes), driver.yardstick("scalecom", settings, world_size=2)
     for step in range(4):
         handle.reduce(driver.gradients(step, driver.shapes))
-        two.allreduce_many([driver.gradients(step, driver.shapes, rank=rank) for rank in range(2)])
+        two.allreduce([driver.gradients(step, driver.shapes, rank=rank) for rank in range(2)])
     sent, overhead = handle.sent(), handle.overhead(4)
     own = {name: count - overhead.get(name, 0) for name, count in sent.items() if count != overhead.get(name, 0)}
     of_node = {name: count for each in driver.of_node(own) for name, count in each.items()}
@@ -33,7 +33,7 @@ def test_large_gradients_are_read_as_they_arrive(driver):
     """On the host, gradients are read whenever a million elements have arrived, not when the last has."""
     shapes = {name: (TILE // 2, 1 + number % 2) for number, name in enumerate("vwxyz")}
     handle, watcher = driver.make("topk", {"density": 0.05}, shapes), Watcher(driver.rank)
-    handle.watch(watcher)
+    handle.add_observer(watcher)
     for step in range(2):
         watcher.events.clear()
         handle.reduce(driver.gradients(step, shapes))
@@ -70,7 +70,7 @@ def test_summary_openmetrics_and_log_to_have_the_numbers_of_the_ledger(driver):
     """``summary()`` fits into 80 columns and names every method; observers see each round."""
     settings = {"density": 0.05, "rules": [{"match": {"name": "c"}, "method": "powersgd"}]}
     handle, watcher = driver.make("scalecom", settings, driver.shapes), Rounds(driver.rank)
-    handle.watch(watcher)
+    handle.add_observer(watcher)
     for step in range(3):
         handle.reduce(driver.gradients(step, driver.shapes))
     table, text, writer = "\n".join(driver.of_node(handle.summary())), handle.openmetrics(job="x"), Writer()
@@ -101,7 +101,7 @@ def test_summary_says_where_the_time_of_a_step_goes(driver):
     assert all(len(line) <= 80 for line in table.splitlines()), table
     for words in ("computing", "blocked", "codec", "waiting", "at 1 Gbit/s", "uncompressed steps"):
         assert words in table, table
-    time = handle.compressor.local.times.mean()
+    time = handle.compressor.rank_state.times.mean()
     assert 0 < time.blocked <= time.whole and 0 < time.on_wire < time.dense, time
     assert 0 < time.codec < time.whole and 0 <= time.waiting < time.whole, time
     handle.close()

@@ -90,7 +90,7 @@ def test_automatic_buckets_change_no_result(driver):
         alone = driver.yardstick(method, {**settings, "bucket_elements": 0})
         for step in range(3):
             everyone = driver.everyone(step, driver.shapes)
-            got, want = handle.reduce(everyone[driver.rank]), alone.allreduce_many(everyone)[driver.rank]
+            got, want = handle.reduce(everyone[driver.rank]), alone.allreduce(everyone)[driver.rank]
             if tolerance:
                 assert_close(got, want, tolerance, f"{method}, step {step}")
         for name in driver.shapes if driver.exact_with(method) else ():
@@ -117,7 +117,7 @@ def test_two_compressors_with_equal_names_are_independent(driver):
     for step in range(2):
         for number, (handle, net) in enumerate(zip(handles, nets, strict=True)):
             everyone = driver.everyone(step + 10 * number, driver.shapes)
-            want = net.allreduce_many(everyone)[driver.rank]
+            want = net.allreduce(everyone)[driver.rank]
             got = handle.reduce(everyone[driver.rank])
             assert_close(got, want, driver.tolerance("topk", settings), f"Compressor {number}, step {step}")
 

@@ -91,14 +91,14 @@ def test_another_number_of_ranks_takes_over(driver):
     settings = {"density": 0.02}
     others = driver.yardstick("topk", settings, world_size=driver.world_size + 1)
     for step in range(2):
-        others.allreduce_many([driver.gradients(step, SHAPES, rank=rank) for rank in range(driver.world_size + 1)])
+        others.allreduce([driver.gradients(step, SHAPES, rank=rank) for rank in range(driver.world_size + 1)])
     save(driver, others.saved(), driver.folder / "more-ranks")
     handle = driver.make("topk", settings, SHAPES)
     handle.load(driver.folder / "more-ranks")
     handle.reduce(driver.gradients(2, SHAPES))
     net = driver.yardstick("topk", settings)
     net.restore(driver.reshard(others.saved()), driver.specs(SHAPES))
-    net.allreduce_many(driver.everyone(2, SHAPES))
+    net.allreduce(driver.everyone(2, SHAPES))
     assert handle.state()["steps"] == {"a": 3, "c": 3}
     for name in SHAPES if driver.exact else ():
         np.testing.assert_array_equal(handle.residual(name), net.residual(name, driver.rank))
@@ -155,7 +155,7 @@ def test_newest_state_that_all_ranks_have_is_loaded(driver):
     driver.meet()
     others = driver.yardstick("topk", settings, world_size=driver.world_size + 1)
     for step in range(3):
-        others.allreduce_many([driver.gradients(step, shapes, rank=rank) for rank in range(driver.world_size + 1)])
+        others.allreduce([driver.gradients(step, shapes, rank=rank) for rank in range(driver.world_size + 1)])
     save(driver, others.saved(), folder)
     handle.load(folder)
     assert set(handle.state()["steps"].values()) == {3} and handle.state()["steps"].keys() == shapes.keys()

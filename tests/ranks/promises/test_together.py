@@ -57,7 +57,7 @@ def check_all_features(driver):
                 net.trigger()
                 if driver.rank == 0:
                     handle.trigger()
-            net.allreduce_many(bad)
+            net.allreduce(bad)
             for name, array in handle.reduce(bad[driver.rank]).items():
                 # a sum of uncompressed gradients has NaN or Inf where a rank has
                 undone = not np.isfinite(array).all() if name in handle.unseen() else np.isnan(array).all()
@@ -74,7 +74,7 @@ def check_all_features(driver):
             handle = make()
             handle.load(folder)
         got = handle.reduce({name: array * np.float32(scale[0]) for name, array in given[driver.rank].items()})
-        want = net.allreduce_many(given)[driver.rank]
+        want = net.allreduce(given)[driver.rank]
         if tolerance is not None:
             assert_close({n: array / np.float32(scale[0]) for n, array in got.items()}, want, tolerance, f"step {step}")
         for name in driver.shapes if driver.exact_with("gradiveq") else ():

@@ -28,7 +28,7 @@ def check_restart(driver, acts, bad_steps=()):
         everyone = driver.everyone(step, driver.shapes)
         if step in bad_steps:  # in every tensor, since TensorFlow undoes each by itself
             everyone[-1] = {name: np.full_like(array, np.nan) for name, array in everyone[-1].items()}
-        got, want = handle.reduce(everyone[driver.rank]), net.allreduce_many(everyone)[driver.rank]
+        got, want = handle.reduce(everyone[driver.rank]), net.allreduce(everyone)[driver.rank]
         mine, theirs = handle.state(), net.saved()[driver.rank]
         restarts = {name: theirs["restarts"].get(name) for name in driver.shapes}
         assert {name: mine["restarts"].get(name) for name in driver.shapes} == restarts, f"restarts in step {step}"
@@ -53,9 +53,9 @@ def test_trigger_on_one_rank_restarts_all(driver):
 def test_metric_observed_on_one_rank_restarts_all(driver):
     def observe_drop(compressor, this_rank):
         if this_rank:
-            compressor.observe(learning_rate=0.01)
+            compressor.report_metrics(learning_rate=0.01)
 
-    check_restart(driver, {1: lambda compressor, _: compressor.observe(learning_rate=1.0), 3: observe_drop})
+    check_restart(driver, {1: lambda compressor, _: compressor.report_metrics(learning_rate=1.0), 3: observe_drop})
 
 
 def test_trigger_in_a_step_with_nan_waits_for_the_next_good_step(driver):

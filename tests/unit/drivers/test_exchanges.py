@@ -31,7 +31,7 @@ def kinds_of(method: str, settings: dict[str, Any]) -> set[Any]:
     object.__setattr__(main, "exchange", exchange)
     net = Trial(Grouped.of(plan, IN_ORDER), 2)
     for step in range(num_steps(settings)):
-        net.allreduce_many([heavy_tailed(SHAPES, step, rank) for rank in range(2)])
+        net.allreduce([heavy_tailed(SHAPES, step, rank) for rank in range(2)])
     sequences: dict[Any, list[Any]] = {}
     for each in net.log:
         what = each.collective, each.op, each.dtypes[0], each.splits, len(set(each.lengths)) > 1

@@ -24,7 +24,12 @@ def gradients(world_size: int, step: int = 0) -> list[dict[str, np.ndarray[Any, 
 
 @pytest.mark.parametrize(
     "method",
-    ["topk", hvdcompress.get("topk", density=0.5), hvdcompress.load({"method": "topk"}), {"method": "topk"}],
+    [
+        "topk",
+        hvdcompress.get_method("topk", density=0.5),
+        hvdcompress.load_plan({"method": "topk"}),
+        {"method": "topk"},
+    ],
     ids=["id", "method", "plan", "dict"],
 )
 def test_takes_an_id_a_method_a_plan_or_a_dict(method: Any) -> None:
@@ -84,10 +89,10 @@ def test_other_wrong_arguments_are_refused() -> None:
         Loopback("topk", world_size=0)
     net = Loopback("topk", world_size=2, min_elements=1)
     with pytest.raises(ValueError, match="rank 1 lacks b"):
-        net.allreduce_many([{"a": ONES, "b": ONES}, {"a": ONES}])
+        net.allreduce([{"a": ONES, "b": ONES}, {"a": ONES}])
     with pytest.raises(ValueError, match="'b', rank 1"):
-        net.allreduce_many([{"a": ONES}, {"a": ONES, "b": ONES}])
-    with pytest.raises(ValueError, match='"max" must be "average" or "sum"|op'):
+        net.allreduce([{"a": ONES}, {"a": ONES, "b": ONES}])
+    with pytest.raises(ValueError, match=r'"max" must be "average" or "sum"|op'):
         net.allreduce([ONES] * 2, op="max")  # type: ignore[arg-type]
 
 
@@ -105,7 +110,7 @@ def test_the_residual_of_an_unknown_tensor() -> None:
     with pytest.raises(KeyError, match="none"):
         net.residual("w", 0)
     net.allreduce([ONES], "w")
-    with pytest.raises(KeyError, match="no tensor 'v'.*known: w"):
+    with pytest.raises(KeyError, match=r"no tensor 'v'.*known: w"):
         net.residual("v", 0)
 
 
@@ -149,7 +154,7 @@ def test_ranks_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch, colle
         yield collectives[ctx.rank]
         return Reduced(total=x)
 
-    monkeypatch.setattr(type(hvdcompress.get("none")), "exchange", exchange)
+    monkeypatch.setattr(type(hvdcompress.get_method("none")), "exchange", exchange)
     with pytest.raises((RuntimeError, ValueError), match=words):
         Loopback("none", world_size=2).allreduce([ONES] * 2, "w")
 
@@ -178,10 +183,10 @@ def test_an_infinite_float16_gradient_gives_nan() -> None:
     ],
 )
 def test_an_incomplete_state_is_refused_as_a_whole(damage: Any, words: str) -> None:
-    net = Trial(hvdcompress.get("topk", density=0.1), 1)
-    net.allreduce_many(gradients(1))
+    net = Trial(hvdcompress.get_method("topk", density=0.1), 1)
+    net.allreduce(gradients(1))
     (saved,), rank = net.saved(), net.ranks[0]
-    net.allreduce_many(gradients(1, step=1))
+    net.allreduce(gradients(1, step=1))
     kept = rank.residual("b").copy()
     with pytest.raises(ValueError, match=words):
         rank.load_state_dict({**saved, **damage(saved)}, net.plan.buckets(SPECS))
@@ -189,9 +194,9 @@ def test_an_incomplete_state_is_refused_as_a_whole(damage: Any, words: str) -> N
 
 
 def test_a_saved_residual_survives_another_bucketing() -> None:
-    joined, single = (Trial(hvdcompress.load({"method": "topk", "min_elements": 1, **more}), 1)
+    joined, single = (Trial(hvdcompress.load_plan({"method": "topk", "min_elements": 1, **more}), 1)
                       for more in ({"bucket_elements": 100}, {}))  # fmt: skip
-    joined.allreduce_many(gradients(1))
+    joined.allreduce(gradients(1))
     single.restore(joined.saved(), SPECS)
     for name in "ab":
         np.testing.assert_array_equal(single.residual(name, 0), joined.residual(name, 0))
@@ -199,18 +204,18 @@ def test_a_saved_residual_survives_another_bucketing() -> None:
 
 @pytest.mark.parametrize("backend", backends())
 def test_residuals_move_to_another_bucket_with_every_backend(backend: str) -> None:
-    plan = hvdcompress.load({"method": "topk", "density": 0.1, "bucket_elements": 100, "min_elements": 1})
+    plan = hvdcompress.load_plan({"method": "topk", "density": 0.1, "bucket_elements": 100, "min_elements": 1})
     nets = [Loopback(plan, 2, ops=backends()[name]) for name in (backend, "numpy")]
     for step in range(3):
         given = [{"a": one["a"]} if step == 1 else one for one in gradients(2, step)]
-        got, expected = (net.allreduce_many(given)[0] for net in nets)
+        got, expected = (net.allreduce(given)[0] for net in nets)
         for name in expected:
             np.testing.assert_array_equal(got[name], expected[name])
 
 
 def test_reshard_needs_the_states_of_all_ranks() -> None:
-    net = Trial(hvdcompress.get("topk"), 3)
-    net.allreduce_many(gradients(3))
+    net = Trial(hvdcompress.get_method("topk"), 3)
+    net.allreduce(gradients(3))
     first, _, last = net.saved()
     with pytest.raises(ValueError, match=r"all 3 ranks.*\[0, 2\]"):
         reshard([first, last], 2)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcompress import get
+from hvdcompress import get_method
 from hvdcompress.engine.late import Late
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import plan_of
@@ -24,9 +24,9 @@ from hvdcompress._torch import optimizers  # noqa: E402
 SHAPE = (6, 4)
 SPEC = TensorSpec("w", SHAPE, "float64")
 MOMENTUM = {"feedback": "momentum", "momentum": 0.6}
-SPARSE = get("topk", density=0.5)
-DENSE = get("powersgd")
-OWN = get("topk", density=0.5, **MOMENTUM)
+SPARSE = get_method("topk", density=0.5)
+DENSE = get_method("powersgd")
+OWN = get_method("topk", density=0.5, **MOMENTUM)
 
 
 def late_of(method: Any, step: int) -> tuple[Late, np.ndarray]:

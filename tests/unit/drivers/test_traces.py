@@ -79,8 +79,8 @@ def trace(method: str, settings: dict[str, Any], dtype: str, shapes: Any) -> lis
     net = Trial(plan_of(method, **settings), 2)
     recorders = [Recorder(rank) for rank in range(2)]
     for recorder in recorders:
-        net.watch(recorder)
-    exact = hvdcompress.get(method).exact  # others have matrix products, which processors round differently
+        net.add_observer(recorder)
+    exact = hvdcompress.get_method(method).exact  # others have matrix products, which processors round differently
     lines: list[list[str]] = [[], []]
     for step in range(STEPS):
         given = [heavy_tailed(shapes, step, rank) for rank in range(2)]
@@ -89,7 +89,7 @@ def trace(method: str, settings: dict[str, Any], dtype: str, shapes: Any) -> lis
         if step == BAD:
             for array in given[1].values():
                 array.flat[-1] = np.nan
-        results = net.allreduce_many([{name: array.astype(dtype) for name, array in one.items()} for one in given])
+        results = net.allreduce([{name: array.astype(dtype) for name, array in one.items()} for one in given])
         for rank, recorder in enumerate(recorders):
             taken = recorder.take()
             lines[rank].append(f"{taken} {digest(sorted(results[rank].items()))}" if exact else "-")

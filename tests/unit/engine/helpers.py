@@ -26,7 +26,7 @@ def gradients(shapes: Shapes = SHAPES, step: int = 0, world_size: int = 2) -> Gr
 
 def train(net: Loopback, steps: Iterable[int], shapes: Shapes = SHAPES) -> list[dict[str, np.ndarray]]:
     """Reduce the gradients of some steps. Return the results of rank 0 in each step."""
-    return [net.allreduce_many(gradients(shapes, step, net.world_size))[0] for step in steps]
+    return [net.allreduce(gradients(shapes, step, net.world_size))[0] for step in steps]
 
 
 def trained(

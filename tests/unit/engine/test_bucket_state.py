@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcompress import get, registry
+from hvdcompress import get_method, registry
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllReduce, Method, Reduced, Sparse, TensorSpec
 from hvdcompress.plan import Plan, Program
@@ -46,21 +46,21 @@ def run(net: Loopback, steps: int, value: float = 1.0) -> list[int]:
 
 def test_phases_count_from_the_first_step_of_the_method(net: Loopback) -> None:
     assert run(net, 4) == [8, 8, 4, 4]
-    late = Program(((0, get("none")), (3, Phased())))
+    late = Program(((0, get_method("none")), (3, Phased())))
     assert run(Loopback(Plan(late, min_elements=1), world_size=2), 7) == [8, 8, 8, 8, 8, 4, 4]
 
 
 def test_a_metric_is_compared_with_its_extremes_since_the_last_trigger(net: Loopback) -> None:
     run(net, 3)
     for loss in (2.0, 1.0, 1.4, 1.2):  # never 1.5 times the lowest loss
-        net.observe(loss=loss, learning_rate=0.1)
+        net.report_metrics(loss=loss, learning_rate=0.1)
         assert run(net, 1) == [4]
-    net.observe(loss=1.6)
+    net.report_metrics(loss=1.6)
     assert run(net, 2) == [4, 8]
-    net.observe(loss=2.0)  # the first loss since the trigger
-    net.observe(loss=2.5)
+    net.report_metrics(loss=2.0)  # the first loss since the trigger
+    net.report_metrics(loss=2.5)
     assert run(net, 2) == [8, 4]
-    net.observe(loss=float("nan"))
+    net.report_metrics(loss=float("nan"))
     assert run(net, 2) == [4, 8]
 
 
@@ -74,14 +74,14 @@ def test_a_trigger_of_a_method_waits_for_the_next_good_step(net: Loopback) -> No
 def test_triggers_and_metrics_are_saved_and_restored() -> None:
     nets = [Trial(Phased(), 2), Trial(Phased(), 2)]
     run(nets[0], 3)
-    nets[0].observe(loss=1.0)
+    nets[0].report_metrics(loss=1.0)
     nets[0].trigger()
     run(nets[0], 2)
-    nets[0].observe(loss=2.0)
+    nets[0].report_metrics(loss=2.0)
     nets[1].restore(nets[0].saved(), [TensorSpec("w", (8,))])
     for net in nets:
-        net.observe(loss=2.5)
+        net.report_metrics(loss=2.5)
         assert run(net, 3) == [8, 4, 4]
-        net.observe(loss=3.5)
+        net.report_metrics(loss=3.5)
         assert run(net, 2) == [4, 8]
     assert nets[0].saved()[0]["restarts"] == nets[1].saved()[0]["restarts"] == {"w": [2, 2, 9]}

@@ -15,7 +15,7 @@ from hvdcompress.plan import plan_of
 class WithoutSteps(Compressor):
     """A driver that does not know where a step ends."""
 
-    no_fallback_reason = "gradients come alone"
+    _no_fallback_reason = "gradients come alone"
 
     def residual(self, name: str) -> None: ...
 
@@ -34,5 +34,5 @@ class WithoutSteps(Compressor):
 def test_warnings(world_size: int, words: str, caplog: pytest.LogCaptureFixture) -> None:
     log.warn_once.cache_clear()
     compressor = WithoutSteps(plan_of("auto"), rank=0, world_size=world_size)
-    assert not compressor.local.fallback.on
+    assert not compressor.rank_state.fallback.on
     assert words in caplog.text

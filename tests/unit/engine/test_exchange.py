@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcompress.engine.commit import Outcome, commit_step
+from hvdcompress.engine.commit import commit_step
 from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.intake import Tiles, Whole
 from hvdcompress.engine.rehearsal import carry_out
@@ -137,7 +137,7 @@ def test_results_and_state_do_not_depend_on_the_order_of_gradients(plan: dict[st
                 exchange.start()
             finish(exchanges, 1 / WORLD)
             for local, exchange in zip(ranks, exchanges, strict=True):
-                commit_step(local, [exchange], [], Outcome())
+                commit_step(local, [exchange])
         found.append([[exchange.outs for exchange in exchanges], [local.state_dict()["state"] for local in ranks]])
     np.testing.assert_equal(found[1:], found[:1] * 2)
 
@@ -153,26 +153,6 @@ def test_a_method_gets_zeros_instead_of_a_gradient_that_is_not_finite(plan: dict
     exchange.start()
     finish([exchange])
     assert all(np.isfinite(out).all() for out in exchange.outs)
-
-
-@pytest.mark.parametrize("linear", [True, False])
-def test_a_driver_may_reduce_the_payload_by_a_stock_all_reduce(linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Averaged or summed; for a method that is not linear, an average becomes a sum again."""
-    results = []
-    for factor in (1.0, 0.5):
-        ranks, bucket = make_ranks({"method": "randomk", "min_elements": 1}, {"w": (60,)})
-        monkeypatch.setattr(type(bucket.program.main), "linear", linear)
-        exchanges = [begin(local, bucket) for local in ranks]
-        for rank, exchange in enumerate(exchanges):
-            fill(exchange, rank)
-        payloads: list[Any] = [exchange.collective.x for exchange in exchanges]  # type: ignore[union-attr]
-        assert exchanges[0].setup.next_step.carried_elements() == len(payloads[0])
-        rest = exchanges[0].resume_carried(sum(payloads) * np.float32(factor), factor)
-        assert rest == (1.0 if linear else factor)
-        exchanges[0].deliver(rest)
-        results.append(exchanges[0].outs[0])
-    np.testing.assert_allclose(results[0], 2 * results[1], rtol=1e-6)
-    assert np.count_nonzero(results[0])
 
 
 def test_the_collective_that_a_rank_waits_for_is_described(exchange: Exchange) -> None:

@@ -59,8 +59,8 @@ def test_two_levels_are_sums_inside_nodes_and_an_exchange_between_them(method: s
         given = gradients(SHAPES, step, WORLD)
         if step == 3:
             given[3]["c"][0, 0] = np.nan
-        results = net.allreduce_many(given, op="sum")
-        wanted, _ = between.allreduce_many(sums_of_nodes(given), op="sum")
+        results = net.allreduce(given, op="sum")
+        wanted, _ = between.allreduce(sums_of_nodes(given), op="sum")
         np.testing.assert_equal(results, [wanted] * WORLD)
         assert np.isnan(wanted["a"]).all() == (step == 3)
     for name in SHAPES:
@@ -92,13 +92,13 @@ def test_averages_with_options(method: str, settings: dict[str, Any]) -> None:
             between.trigger()
         if step == 4:
             with net.paused(), between.paused():
-                net.allreduce_many(gradients(SHAPES, 9, WORLD))
-                between.allreduce_many(sums_of_nodes(gradients(SHAPES, 9, WORLD)))
-            net.allreduce_many(gradients(SHAPES, 10, WORLD))
+                net.allreduce(gradients(SHAPES, 9, WORLD))
+                between.allreduce(sums_of_nodes(gradients(SHAPES, 9, WORLD)))
+            net.allreduce(gradients(SHAPES, 10, WORLD))
             net.discard()
         given = gradients(SHAPES, step, WORLD)
-        wanted = between.allreduce_many(sums_of_nodes(given, 0.5))[0]
-        for result in net.allreduce_many(given):
+        wanted = between.allreduce(sums_of_nodes(given, 0.5))[0]
+        for result in net.allreduce(given):
             for name in SHAPES:
                 np.testing.assert_allclose(result[name], wanted[name], 1e-5, 1e-6, err_msg=f"{name}, step {step}")
     for rank in net.ranks:

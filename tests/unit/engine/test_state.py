@@ -169,7 +169,7 @@ def test_discarded_and_paused_steps_leave_no_trace(method: str, settings: dict[s
                 np.testing.assert_equal(state_dicts(net), before)
             given = gradients(SHAPES, 2000 + step)
             with net.paused():
-                result = net.allreduce_many(given)[0]
+                result = net.allreduce(given)[0]
             for name in SHAPES:
                 np.testing.assert_allclose(result[name], (given[0][name] + given[1][name]) / 2, atol=1e-6)
         np.testing.assert_equal(train(net, [step]), train(twin, [step]))

@@ -63,7 +63,7 @@ class Training(RuleBasedStateMachine):
 
     def reduce(self, everyone: Gradients) -> dict[str, np.ndarray]:
         scaled = [{name: array * np.float32(self.scale) for name, array in own.items()} for own in everyone]
-        return {name: array / self.scale for name, array in self.net.allreduce_many(scaled)[0].items()}
+        return {name: array / self.scale for name, array in self.net.allreduce(scaled)[0].items()}
 
     def count(self, sign: int) -> None:
         for total, change in zip((self.given, self.received), self.last, strict=True):

@@ -30,15 +30,15 @@ class Driver:
 
     def __init__(self, transport: ThreadTransport, method: str, **settings: Any):
         self.plan = plan_of(method, min_elements=100, **settings)
-        self.local = RankState(self.plan, transport.rank, transport.world_size)
-        self.collectives = Collectives(transport, self.local.observers)
+        self.rank_state = RankState(self.plan, transport.rank, transport.world_size)
+        self.collectives = Collectives(transport, self.rank_state.observers)
 
     def reduce(
         self, given: dict[str, np.ndarray], config: SharedConfig = CONFIG, error: Exception | None = None
     ) -> dict[str, np.ndarray]:
         agree = Agree.FIRST_AND_LAST if self.collectives.ordered else Agree.BEFORE_WAITING
-        step = Step(self.local, self.collectives, config, agree)
-        step.factor = 1.0 / self.local.world_size
+        step = Step(self.rank_state, self.collectives, config, agree)
+        step.factor = 1.0 / self.rank_state.world_size
         step.error = error
         outs = {name: np.empty_like(g) for name, g in given.items()}
         if agree is Agree.FIRST_AND_LAST:
@@ -53,7 +53,7 @@ class Driver:
 
     def num_length_exchanges(self) -> int:
         """Return how often the ranks have exchanged the lengths of their payloads."""
-        entry = self.local.ledger.tensors().get("lengths")
+        entry = self.rank_state.ledger.tensors().get("lengths")
         return entry.collectives if entry else 0
 
 
@@ -66,14 +66,14 @@ def test_inf_on_one_rank_undoes_the_step_and_a_trigger_waits(ordered: bool) -> N
         for step in range(4):
             given = gradients(SHAPES, step, WORLD)[transport.rank]
             if step == 2:
-                driver.local.trigger_requested = transport.rank == 1
+                driver.rank_state.trigger_requested = transport.rank == 1
                 given["c"].flat[5] = np.inf if transport.rank == 2 else 0.0
-            before = driver.local.state_dict()["steps"]
+            before = driver.rank_state.state_dict()["steps"]
             outs = driver.reduce(given)
             if step == 2:
                 assert all(np.isnan(out).all() for out in outs.values())
-                assert driver.local.state_dict()["steps"] == before
-            triggers.append(driver.local.states["a"].triggers)
+                assert driver.rank_state.state_dict()["steps"] == before
+            triggers.append(driver.rank_state.states["a"].triggers)
         return triggers
 
     found, _ = run(WORLD, ordered, program)
@@ -89,7 +89,7 @@ def test_any_transport_gives_the_results_and_bytes_of_the_loopback(method: str, 
     def program(transport: ThreadTransport) -> Any:
         driver = Driver(transport, method)
         results = [driver.reduce(gradients(SHAPES, step, WORLD)[transport.rank]) for step in range(3)]
-        return results, driver.local.ledger.tensors()
+        return results, driver.rank_state.ledger.tensors()
 
     found, _ = run(WORLD, ordered, program)
     for rank, (results, entries) in enumerate(found):
@@ -144,11 +144,11 @@ def test_all_ranks_exchange_lengths_again_when_one_replaces_its_state(how: str, 
         for step in range(4):
             replaces = step == 2 and transport.rank < num_ranks
             if replaces and how == "loaded":
-                driver.local.load_state_dict(driver.local.state_dict())
+                driver.rank_state.load_state_dict(driver.rank_state.state_dict())
             elif replaces:
                 (bucket,), other = driver.plan.buckets([TensorSpec("w", (512,))]), TensorSpec("v", (9,))
                 joined = TensorSpec("v+1", (521,))
-                driver.local.regroup([replace(bucket, spec=joined, members=(other, *bucket.members))])
+                driver.rank_state.regroup([replace(bucket, spec=joined, members=(other, *bucket.members))])
             driver.reduce({"w": np.float32(np.arange(512)) * (1 + transport.rank)})
             counts.append(driver.num_length_exchanges())
         return np.diff(counts).tolist()

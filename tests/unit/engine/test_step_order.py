@@ -51,7 +51,7 @@ def add_all(steps: list[Step], everyone: Gradients, buckets: list[Bucket], seed:
     random.Random(seed).shuffle(calls)
     for step, name in calls[:count]:
         bucket, i = index[name]
-        step.add(bucket, [i], [everyone[step.local.rank][name].reshape(-1)])
+        step.add(bucket, [i], [everyone[step.rank_state.rank][name].reshape(-1)])
         step._last_poll = 0.0  # otherwise polls that follow each other within a millisecond do nothing
         step.poll()
 

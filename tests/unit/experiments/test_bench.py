@@ -18,7 +18,7 @@ from experiments.bench.config import Bench
 from experiments.bench.devices import Cpu, Tensors
 from experiments.bench.lockstep import Lockstep, warm_steps
 from experiments.bench.ranks import Group, RankError
-from hvdcompress import available, load
+from hvdcompress import available, load_plan
 from hvdcompress.cli.numbers import HEADERS
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
@@ -133,14 +133,14 @@ def test_parts_add_up_to_the_median():
 def test_resuming_continues_where_a_run_was_killed(tmp_path, monkeypatch):
     bench = Bench.open({**SMALL, "rates": ["loopback"], "rounds": 2, "baselines": ["none ring", "none ddp"]})
     turns = [{**turn(t.contender.label, t.round, 1.0), **t.key} for t in bench.turns()]
-    run.prepare(tmp_path / "out", bench, resume=False)
+    run.prepare(tmp_path / "out", bench)
     (tmp_path / "out" / run.TURNS).write_text("\n".join(map(json.dumps, turns[:4])) + '\n{"rate": "cut o')
     remaining = iter(turns[4:])
     monkeypatch.setattr(run, "_take", lambda turn, *_: {k: v for k, v in next(remaining).items() if k not in turn.key})
-    run.prepare(tmp_path / "out", bench, resume=True)
+    run.prepare(tmp_path / "out", bench)
     assert run.run(bench, tmp_path / "out") == 0 and not list(remaining)
     with pytest.raises(ValueError, match="measured with another rounds"):
-        run.prepare(tmp_path / "out", bench.override(rounds=1), resume=True)
+        run.prepare(tmp_path / "out", bench.override(rounds=1))
 
 
 @pytest.mark.timeout(120)
@@ -169,7 +169,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 @pytest.mark.parametrize("id", available())
 def test_a_step_in_lockstep_equals_a_drivers(id, device):
     short = {"dense_steps": 2, "matrix_rank": 1} if id == "gradiveq" else {}
-    plan = load({**codec.plans([id])[id], "min_elements": 100, **short})
+    plan = load_plan({**codec.plans([id])[id], "min_elements": 100, **short})
     at = Cpu() if device == "cpu" else Tensors("cpu")
     ranks, net = Lockstep(plan, SPECS, 3, at), Loopback(plan, world_size=3)
     exact = device == "cpu" or plan.program.main.exact
@@ -177,7 +177,7 @@ def test_a_step_in_lockstep_equals_a_drivers(id, device):
         given = [{spec.name: numbers(spec.shape, rank, step) for spec in SPECS} for rank in range(3)]
         gradients = [[at.array(each.ravel().copy()) for each in one.values()] for one in given]
         ranks.step(gradients)
-        expected = net.allreduce_many(given)
+        expected = net.allreduce(given)
         for spec, out in zip(SPECS, gradients[1], strict=True):
             dense = plan.buckets([spec])[0].program.main.id == "none"  # left to Horovod: nobody reduces it here
             wanted = (given if dense else expected)[1][spec.name].ravel()
@@ -189,13 +189,13 @@ def test_every_method_is_timed_in_its_compressed_phase():
     """DGC and PowerSGD send vectors dense, and GradiVeQ sends most tensors dense in its first steps."""
     spec = TensorSpec("w", (5000, 5000))
     for label, settings in codec.plans().items():
-        plan = load(settings)
+        plan = load_plan(settings)
         codec.check(plan, [spec])
         [bucket] = plan.buckets([spec], BY_NAME)
         method = bucket.program.at(warm_steps(plan))
         assert method.id == label and method.phase_of(warm_steps(plan)) == len(method.phases) - 1
     with pytest.raises(ValueError, match="sends these tensors dense"):
-        codec.check(load({"method": "topk"}), [TensorSpec("w", (10,))])
+        codec.check(load_plan({"method": "topk"}), [TensorSpec("w", (10,))])
 
 
 @pytest.mark.timeout(120)

@@ -27,8 +27,7 @@ LAYERS: list[set[str]] = [
     {"parts"},
     {"methods"},
     {"registry"},
-    {"plan"},
-    {"optimizers"},
+    {"plan", "settings"},
     {"__init__"},
     {"engine"},
     {"loopback"},
@@ -56,7 +55,7 @@ OPTIONAL_OF = {
     "horovod/tensorflow": {"tensorflow", "horovod"},
     "horovod/keras": {"keras", "tensorflow", "horovod"},
     "mpi": {"mpi4py"},
-    "integrations/lightning": {"lightning"},
+    "integrations/lightning": {"torch", "lightning"},
     "integrations/accelerate": {"torch", "accelerate"},
     "integrations/transformers": {"torch", "transformers"},
     "testing": {"torch"},
@@ -149,7 +148,7 @@ def test_the_package_needs_no_file_outside_of_it() -> None:
 def test_the_wheel_has_every_file() -> None:
     """setup.cfg lists the package's data, and setuptools finds folders by their ``__init__.py``."""
     there = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert {path.name for path in there if path.suffix != ".py"} == {"py.typed"}
+    assert {path.name for path in there if path.suffix != ".py"} == {"py.typed", "settings.pyi"}
     assert all((path.parent / "__init__.py").is_file() for path in there)
 
 
@@ -170,7 +169,7 @@ def test_without_its_extra_the_command_says_what_to_install() -> None:
     "code,allowed",
     [
         ("import hvdcompress", set()),
-        ("import hvdcompress; hvdcompress.get('topk')", {"numpy", "pydantic", "none", "topk"}),
+        ("import hvdcompress; hvdcompress.get_method('topk')", {"numpy", "pydantic", "none", "topk"}),
         ("import torch; from hvdcompress import ddp", {"numpy", "pydantic", "none", "torch"}),
         ("from hvdcompress.loopback import Loopback", {"numpy", "pydantic", "none"}),
         ("import hvdcompress.testing, hvdcompress.engine.telemetry.ledger", None),
@@ -188,6 +187,6 @@ def test_an_import_loads_only_what_it_needs(code: str, allowed: set[str] | None)
 
 
 def test_the_public_names() -> None:
-    assert set(dir(hvdcompress)) >= set(hvdcompress.__all__) >= {"available", "get", "load", "__version__"}
+    assert set(dir(hvdcompress)) >= set(hvdcompress.__all__) >= {"available", "get_method", "load_plan", "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'avaliable'"):
         hvdcompress.avaliable  # noqa: B018

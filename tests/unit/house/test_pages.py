@@ -24,7 +24,7 @@ from hvdcompress.plan import plan_of
 from hvdcompress.testing import check_method, numbers
 from tests import ROOT
 from tests.installed import needs
-from tests.unit.house.pages import blocks, dead_links, pages, undocumented, wrong_names
+from tests.unit.house.pages import blocks, dead_links, links, pages, undocumented, wrong_names
 
 PUBLIC = (
     "hvdcompress",
@@ -61,7 +61,6 @@ DOCTESTS = [
     *(pytest.param(f"experiments.{folder}.contenders", marks=NEEDS_TORCH) for folder in ("momentum", "to_accuracy")),
     "experiments.papers.claims",
     "experiments.papers.page",
-    "experiments.ring.algorithm",
     "hvdcompress.loopback",
     "hvdcompress.registry",
     "hvdcompress.testing",
@@ -70,6 +69,17 @@ DOCTESTS = [
 
 def test_links_lead_somewhere() -> None:
     assert not [link for page in pages() for link in dead_links(page)]
+
+
+def test_readme_can_be_shown_outside_of_the_repository() -> None:
+    """A package index shows README: it has no files to link to, and shows no SVG."""
+    targets = links(ROOT / "README.md")
+    assert targets and not [target for target in targets if not target.startswith("https://")]
+    assert not [target for target in targets if target.endswith(".svg")]
+
+
+def test_settings_that_editors_complete_are_those_of_the_methods_and_plans() -> None:
+    assert subprocess.run([sys.executable, "docs/settings.py", "--check"], cwd=ROOT).returncode == 0
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -134,12 +144,12 @@ def test_plans_of_pages_load() -> None:
     for page in pages():
         for text, fragment in blocks(page.read_text(), "yaml"):
             if not fragment and "method" in (given := yaml.safe_load(text)):
-                hvdcompress.load(given)
+                hvdcompress.load_plan(given)
 
 
 def test_the_plan_of_the_guide_does_what_it_says() -> None:
     ((block, _),) = blocks((GUIDES / "plans.md").read_text(), "yaml")
-    plan = hvdcompress.load(yaml.safe_load(block))
+    plan = hvdcompress.load_plan(yaml.safe_load(block))
     assert plan.program_of(TensorSpec("conv1.weight", (64, 3, 7, 7))).main.id == "none"
     conv = plan.program_of(TensorSpec("layer2.conv.weight", (64, 64, 3, 3)))
     assert (conv.at(0).id, conv.at(5 * 391).id, conv.main.density) == ("none", "scalecom", 0.0025)
@@ -160,7 +170,7 @@ def test_the_driver_of_the_guide_equals_the_loopback() -> None:
     shapes = {"a": (60,), "b": (7,)}
     steps = [[{n: numbers(s, rank, step) for n, s in shapes.items()} for rank in range(3)] for step in range(4)]
     net = Loopback("topk", 3, **settings)
-    wanted = [net.allreduce_many(given) for given in steps]
+    wanted = [net.allreduce(given) for given in steps]
     mailboxes: list[Queue] = [Queue() for _ in range(3)]
 
     def program(rank: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress import load
+from hvdcompress import load_plan
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.loopback import Loopback
 from hvdcompress.plan import PlanError, settings_of
@@ -45,7 +45,6 @@ KNOWN = {
     ("cli/advise/ranks.py", "all_gather_object"): "PyTorch's own, between ranks of one measurement",
     ("cli/advise/ranks.py", "allgather_object"): "Horovod's own, between ranks of one measurement",
     ("cli/advise/workload.py", "import_module"): "--model, --data and others name the user's own functions",
-    ("cli/app.py", "shell"): "the name of a shell, for which the completion script is printed",
     ("ddp/__main__.py", "run_module"): "the script that the command line names, as python -m does",
     ("ddp/__main__.py", "run_path"): "the script that the command line names",
 }
@@ -154,7 +153,7 @@ def test_yaml_of_a_plan_makes_no_object(tag: str, tmp_path: Path) -> None:
     for text in (f"{tag} ['{victim}']", f"method: topk\ndensity: {tag} ['{victim}']", f"{tag} x: topk"):
         file.write_text(text)
         with pytest.raises(PlanError):
-            load(file)
+            load_plan(file)
     with pytest.raises(PlanError):
         settings_of([f"density={tag} ['{victim}']"])
     assert not victim.exists()

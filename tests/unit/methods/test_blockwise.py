@@ -49,15 +49,15 @@ def test_errors_of_ranks_average_out(id: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values,unbiased", [("dynamic8", False), ("fp8_e4m3", True)])
 def test_format_without_the_level_minus_one_is_biased(values: str, unbiased: bool) -> None:
-    method = hvdcompress.get("blockwise", values=values, rounding="stochastic", feedback="none")
+    method = hvdcompress.get_method("blockwise", values=values, rounding="stochastic", feedback="none")
     assert method.unbiased is unbiased
 
 
 def test_rotation_needs_the_route_scatter() -> None:
-    with pytest.raises(ValueError, match='rotation needs route "scatter"'):
-        hvdcompress.get("blockwise", rotation=True, route="gather")
+    with pytest.raises(ValueError, match="rotation has no effect with route 'gather'; it needs route 'scatter'"):
+        hvdcompress.get_method("blockwise", rotation=True, route="gather")
     with pytest.raises(ValueError, match="power of two"):
-        hvdcompress.get("blockwise", block=100)
+        hvdcompress.get_method("blockwise", block=100)
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "constant", "sparse"])

@@ -66,7 +66,7 @@ def _all_variants() -> list[Any]:
 
 
 def _check(id: str, name: str, world_size: int) -> None:
-    method = hvdcompress.get(id, **VARIANTS[id][name])
+    method = hvdcompress.get_method(id, **VARIANTS[id][name])
     steps = 3 if len(method.phases) == 1 else 6  # through all phases
     check_method(method, world_sizes=(world_size,), sizes=(0, 1, 97), steps=steps, ops=BACKENDS["numpy"])
 
@@ -86,8 +86,8 @@ def test_method_conforms_in_other_worlds(id: str, world_size: int) -> None:
 @pytest.mark.parametrize("id", some(*DIFFERENT_OPS))
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "numpy"])
 def test_method_conforms_on_every_backend(backend: str, id: str) -> None:
-    density = {"density": 0.05} if "density" in hvdcompress.get(id).hyperparameters() else {}
-    method = hvdcompress.get(id, **density)
+    density = {"density": 0.05} if "density" in hvdcompress.get_method(id).hyperparameters() else {}
+    method = hvdcompress.get_method(id, **density)
     check_method(method, world_sizes=(3,), sizes=(0, 1, 97), steps=2, ops=BACKENDS[backend], checks=OF_BACKENDS)
 
 
@@ -111,7 +111,7 @@ floats = st.floats(-LARGE, LARGE, width=32, allow_nan=False, allow_infinity=Fals
 def test_any_gradients(id: str, data: st.DataObject) -> None:
     """For any finite floats: results are finite and equal on all ranks, and nothing is lost."""
     name = data.draw(st.sampled_from(list(VARIANTS[id])), "variant")
-    method = hvdcompress.get(id, **VARIANTS[id][name])
+    method = hvdcompress.get_method(id, **VARIANTS[id][name])
     if getattr(method, "unbiased", False):
         return  # n/k times a huge gradient is beyond float32
     world_size, n = data.draw(st.integers(1, 5), "world_size"), data.draw(st.integers(0, 40), "n")
@@ -143,7 +143,7 @@ def test_any_gradients(id: str, data: st.DataObject) -> None:
 def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
     """Several tensors at once give the same results as each alone (except with scope: global, which joins them)."""
     alone_is_equal = [name for name, options in VARIANTS[id].items() if options.get("scope") != "global"]
-    method = hvdcompress.get(id, **VARIANTS[id][data.draw(st.sampled_from(alone_is_equal), "variant")])
+    method = hvdcompress.get_method(id, **VARIANTS[id][data.draw(st.sampled_from(alone_is_equal), "variant")])
     world_size = data.draw(st.integers(1, 4), "world_size")
     shapes = data.draw(
         st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(st.integers(0, 30))), "shapes"
@@ -152,7 +152,7 @@ def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
     together, alone = Trial(Grouped.of(plan), world_size), Trial(plan, world_size)
     for step in range(2):
         gradients = [{n: numbers(s, rank, step, len(n)) for n, s in shapes.items()} for rank in range(world_size)]
-        outs = together.allreduce_many(gradients)
+        outs = together.allreduce(gradients)
         for n in shapes:
             expected = alone.allreduce([one[n] for one in gradients], n)
             assert all(np.array_equal(out[n], e) for out, e in zip(outs, expected, strict=True))
@@ -179,7 +179,9 @@ def test_golden_case(id: str, backend: str) -> None:
             if not exact and "values" not in case["settings"]:
                 for tensor, text in then["result"].items():
                     a, b = (np.frombuffer(bytes.fromhex(t), "<f4") for t in (text, now["result"][tensor]))
-                    assert_nearly_all_close(a, b, method=hvdcompress.get(id, **case["settings"]), where=f"{id}, {name}")
+                    assert_nearly_all_close(
+                        a, b, method=hvdcompress.get_method(id, **case["settings"]), where=f"{id}, {name}"
+                    )
 
 
 @pytest.mark.parametrize("id", METHODS)
@@ -290,11 +292,11 @@ def test_every_check_is_listed() -> None:
 def test_beyond_two_to_the_24_elements(id: str) -> None:
     """Beyond the range of float32 integers and 24-bit counters, neighbouring indices are still distinct."""
     settings: dict[str, Any] = {}
-    if hvdcompress.get(id).feedback == "none" and id not in ("none", "fp16", "bf16"):
+    if hvdcompress.get_method(id).feedback == "none" and id not in ("none", "fp16", "bf16"):
         settings["feedback"] = "plain"  # so that nothing is lost
     if registry.classes()[id].sparse:
         settings["density"] = 2.0**-21 if id != "arctopk" else 2.0**-15  # it sends rows
-    method = hvdcompress.get(id, **settings)
+    method = hvdcompress.get_method(id, **settings)
     shape = Case(method).shape(2**24 + 2**14)
     g = np.zeros(math.prod(shape), np.float32)
     g[[5, 2**24 - 1, 2**24 + 1, 2**24 + 2, -1]] = [1, 2, 3, 4, 5]

@@ -47,7 +47,7 @@ def train(method: str, steps: int = STEPS, **settings: Any) -> tuple[float, floa
         for rank in range(WORLD):
             rows = (seed.uniform(seed._key(step, rank), BATCH) * len(x)).astype(int)
             gradients.append(loss_and_gradient(w, x[rows], y[rows])[1])
-        mean = net.allreduce_many(gradients)[0]
+        mean = net.allreduce(gradients)[0]
         rate = 0.1 * min(1, (step + 1) / 20) * (1 - step / steps)
         for name in w:  # if the method applies momentum, the optimizer does not
             own = net.plan.program.main.feedback == "momentum" and w[name].size >= net.plan.min_elements
@@ -73,7 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "warmup": {"steps": 60},
         "dense_steps": 30,
         "compressed_steps": 60,
-    },  # fmt: skip
+    },
 }
 
 
@@ -81,7 +81,7 @@ def settings_of(id: str) -> dict[str, Any]:
     """Choose a density at which lost residuals show; a higher one for random-k, which does not look at values."""
     if id in SETTINGS:
         return SETTINGS[id]
-    sparse = "density" in hvdcompress.get(id).hyperparameters()
+    sparse = "density" in hvdcompress.get_method(id).hyperparameters()
     return {"density": 0.02 if registry.classes()[id].needs_feedback else 0.2} if sparse else {}
 
 
@@ -143,5 +143,5 @@ def test_options_converge_as_dense(id: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("id", ["topk", pytest.param("scalecom", marks=pytest.mark.slow)])
 def test_gate_closes_without_feedback(id: str) -> None:
     """Without its residual the method fails at the density at which it passes with it."""
-    with pytest.raises(AssertionError, match="training loss|accuracy"):
+    with pytest.raises(AssertionError, match=r"training loss|accuracy"):
         gate(id, **settings_of(id), feedback="none")

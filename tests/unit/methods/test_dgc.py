@@ -15,7 +15,7 @@ from hvdcompress import registry
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as reference
-from hvdcompress.plan import load
+from hvdcompress.plan import load_plan
 from hvdcompress.testing import numbers
 from tests.oracles.dgc import Oracle
 from tests.unit.methods.comparing import assert_matches_oracle
@@ -55,7 +55,7 @@ def test_equal_methods(one: tuple[str, dict[str, Any]], other: tuple[str, dict[s
 
 @pytest.mark.parametrize("id", [id for id, cls in registry.classes().items() if cls.sparse and len(cls.phases) == 1])
 def test_velocity_ends_at_sent_elements_and_nowhere_else(id: str) -> None:
-    density = {"density": 0.1} if "density" in hvdcompress.get(id).hyperparameters() else {}
+    density = {"density": 0.1} if "density" in hvdcompress.get_method(id).hyperparameters() else {}
     net = Loopback(id, world_size=1, feedback="momentum", momentum=0.9, min_elements=1, **density)
     u = np.zeros(400, np.float32)
     for step in range(5):
@@ -67,7 +67,7 @@ def test_velocity_ends_at_sent_elements_and_nowhere_else(id: str) -> None:
 
 
 def first_threshold(u: np.ndarray, rank: int = 0, step: int = 0, **options: Any) -> float:
-    method = hvdcompress.get("dgc", **options)
+    method = hvdcompress.get_method("dgc", **options)
     ctx = Context(rank, 2, step, TensorSpec("w", (len(u), 1)))
     return float(method.threshold(u, ctx, Workspace(reference)))  # type: ignore[attr-defined]
 
@@ -98,7 +98,7 @@ def test_sample_of_a_small_tensor_is_the_whole_tensor(n: int) -> None:
     ],
 )
 def test_sample_size(n: int, options: dict[str, float], size: int) -> None:
-    assert hvdcompress.get("dgc", **{"density": 0.001, **options}).sample_size(n) == size  # type: ignore[attr-defined]
+    assert hvdcompress.get_method("dgc", **{"density": 0.001, **options}).sample_size(n) == size  # type: ignore[attr-defined]
 
 
 def test_sample_is_the_same_on_all_ranks_and_differs_between_steps() -> None:
@@ -117,10 +117,10 @@ def test_vectors_are_sent_uncompressed(shape: tuple[int, ...], dense: bool) -> N
 def test_schedule_in_the_docstring_is_that_of_the_paper() -> None:
     text = (Path(hvdcompress.__file__).parent / "methods" / "dgc.py").read_text(encoding="utf-8")
     block = text.partition("::\n\n")[2].partition("\n\n``select")[0]
-    plan = load(yaml.safe_load(block))
+    plan = load_plan(yaml.safe_load(block))
     found = [plan.program.at(391 * epoch).density for epoch in range(6)]  # type: ignore[attr-defined]
     assert found == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
-    assert plan.program.main == hvdcompress.get("dgc", density=0.001)
+    assert plan.program.main == hvdcompress.get_method("dgc", density=0.001)
 
 
 def test_density_schedule_keeps_residual_and_velocity() -> None:

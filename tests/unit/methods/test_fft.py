@@ -63,7 +63,7 @@ def test_order_filters_sends_the_same_payload_in_both_frameworks() -> None:
     f, d, h, w = 32, 6, 3, 5
     keras = np.cumsum(np.random.default_rng(2).normal(size=h * w * d * f)).astype(np.float32).reshape(h, w, d, f)
     torch = np.ascontiguousarray(keras.transpose(3, 2, 0, 1))
-    method = hvdcompress.get("fft", order="filters", values="fp32", density=0.1)
+    method = hvdcompress.get_method("fft", order="filters", values="fp32", density=0.1)
     payloads = []
     for g, layout in ((torch, "oihw"), (keras, "hwio")):
         ctx = Context(0, 1, 0, TensorSpec("w", g.shape, layout=layout))
@@ -91,7 +91,7 @@ def test_magnitudes_up_to_1e37(kind: Any, n: int, block: int, values: str, ops: 
     backend = testing.backends().get(ops) or pytest.skip(f"no {ops}")
     g = numbers((n,), 2, kind=kind)
     g = np.float32(1e37) * (g / np.abs(g).max())
-    method = hvdcompress.get("fft", density=1.0, values=values, block=block, feedback="plain")
+    method = hvdcompress.get_method("fft", density=1.0, values=values, block=block, feedback="plain")
     net = Trial(method, 2, ops=backend)
     for _ in range(2):
         out = net.allreduce([g, g], "w", op="sum")[0]
@@ -103,7 +103,7 @@ def test_magnitudes_up_to_1e37(kind: Any, n: int, block: int, values: str, ops: 
 @pytest.mark.parametrize("options", [{"values": "rangefloat6", "block": 0}, {"half": True}])
 def test_conservation_with_feedback(options: dict[str, Any]) -> None:
     """Σ sent + residual = Σ gradients, although the sum and each share are inverted separately."""
-    method = hvdcompress.get("fft", feedback="plain", density=0.1, **options)
+    method = hvdcompress.get_method("fft", feedback="plain", density=0.1, **options)
     check_method(method, world_sizes=(4,), sizes=(60, 97), checks=[testing.check_conservation])
 
 
@@ -115,30 +115,30 @@ def entries_in_each_step(net: Trial, losses: list[float]) -> list[int]:
     for step, loss in enumerate(losses):
         net.allreduce([numbers((1000,), rank, step) for rank in range(net.world_size)], "w")
         entries.append(int.from_bytes(net.log[-1].sent[0][16:20], "little"))  # as the header says
-        net.observe(loss=loss)
+        net.report_metrics(loss=loss)
     return entries
 
 
 def test_density_grows_when_the_loss_gets_worse() -> None:
     """B = 501, k = ⌊501·0.1·2^triggers⌋: ranks agree on a loss in the step after it, and it acts one step later."""
-    net = Trial(hvdcompress.get("fft", density=0.1, recovery=2.0, tolerance=0.2), 3)
+    net = Trial(hvdcompress.get_method("fft", density=0.1, recovery=2.0, tolerance=0.2), 3)
     losses = [3.0, 2.0, 2.3, 2.5, 2.0, 2.0, 9.0, 3.0, 3.0, 9.0, 3.0, 30.0, 3.0, 3.0]
     assert entries_in_each_step(net, losses) == [50] * 5 + [100] * 3 + [200] * 3 + [400] * 2 + [501]
 
 
 def test_losses_that_trigger_recovery() -> None:
-    method = hvdcompress.get("fft", recovery=1.5)
+    method = hvdcompress.get_method("fft", recovery=1.5)
     assert method.wants_trigger("loss", 1.11, 1.0, 1.11) and not method.wants_trigger("loss", 1.09, 1.0, 1.09)
     assert not method.wants_trigger("learning_rate", 2.0, 1.0, 2.0)
     assert method.wants_trigger("loss", -0.8, -1.0, -0.8) and not method.wants_trigger("loss", -1.0, -1.0, -0.95)
     assert method.wants_trigger("loss", float("inf"), 1.0, float("inf"))
-    assert not hvdcompress.get("fft").wants_trigger("loss", 900.0, 1.0, 900.0)
+    assert not hvdcompress.get_method("fft").wants_trigger("loss", 900.0, 1.0, 900.0)
     spec = TensorSpec("w", (1000,))
     assert [method.num_kept(spec, t) for t in (0, 1, 5, 10**9)] == [75, 112, 501, 501]
 
 
 def test_recovered_density_survives_a_resume() -> None:
-    method = hvdcompress.get("fft", density=0.1, recovery=2.0)
+    method = hvdcompress.get_method("fft", density=0.1, recovery=2.0)
     net, other = Trial(method, 2), Trial(method, 2)
     entries_in_each_step(net, [1.0, 9.0, 9.0])
     other.restore(net.saved(), [TensorSpec("w", (1000,))])

@@ -68,7 +68,7 @@ def test_single_element_is_sent(refine: str) -> None:
 def test_ranks_send_different_numbers_of_entries_in_payloads_of_one_length() -> None:
     gradients = [np.zeros(2000, np.float32), numbers((2000,), 1), numbers((2000,), 2, kind="sparse")]
     gradients[2][50:] = 0
-    net = Trial(hvdcompress.get("gaussiank", density=0.01, feedback="none"), 3)
+    net = Trial(hvdcompress.get_method("gaussiank", density=0.01, feedback="none"), 3)
     net.allreduce(gradients, "w", op="sum")
     kept = [net.ledger.counters(rank)["kept"] for rank in range(3)]
     assert kept[0] == 0 and kept[1] >= 14 and kept[2] == np.count_nonzero(gradients[2])
@@ -86,4 +86,4 @@ def test_elements_beyond_the_capacity_stay_in_the_residual() -> None:
 
 def test_moments_are_computed_in_the_pass_that_adds_the_residual() -> None:
     ctx = Context(0, 1, 0, TensorSpec("w", (1001,)))
-    assert hvdcompress.get("gaussiank").scan(0, {}, ctx, Workspace(reference), numbers((1001,), 1)).moments
+    assert hvdcompress.get_method("gaussiank").scan(0, {}, ctx, Workspace(reference), numbers((1001,), 1)).moments

@@ -45,7 +45,7 @@ def test_ties_zeros_and_cancellation(world_size: int, tenths: int, values: list[
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6, 9])
 def test_one_round_for_each_doubling_and_a_broadcast(world_size: int) -> None:
-    net = Trial(hvdcompress.get("gtopk", density=0.1), world_size)
+    net = Trial(hvdcompress.get_method("gtopk", density=0.1), world_size)
     net.allreduce([numbers((50,), rank) for rank in range(world_size)], "w")
     collectives = [c.collective for c in net.log]
     assert collectives == ["AllToAll"] * math.ceil(math.log2(world_size)) + ["Broadcast"]
@@ -65,7 +65,7 @@ def test_dropped_entries_are_lost_without_feedback() -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "flipped"])
 def test_damaged_payload_is_refused(damage: str) -> None:
-    net = Trial(hvdcompress.get("gtopk", density=0.1), 2)
+    net = Trial(hvdcompress.get_method("gtopk", density=0.1), 2)
     net.allreduce([numbers((50,), rank) for rank in range(2)], "w")
     payload = np.frombuffer(net.log[0].sent[1], np.uint8)
     bad = {

@@ -100,4 +100,4 @@ FREQUENCIES = [
 @pytest.mark.parametrize("id,options,shape,world_size,expected", SPARSE + DENSE + FREQUENCIES)
 def test_num_bytes(id: str, options: dict[str, Any], shape: Any, world_size: int, expected: int) -> None:
     spec = TensorSpec("w", shape if isinstance(shape, tuple) else (shape,))
-    assert hvdcompress.get(id, **options).num_bytes(spec, world_size) == expected
+    assert hvdcompress.get_method(id, **options).num_bytes(spec, world_size) == expected

@@ -74,7 +74,7 @@ def test_threshold_that_is_far_too_high_is_lowered() -> None:
 
 def test_regions_follow_the_entries() -> None:
     """Most entries are in one eighth of the tensor: the edges move into it, until owners send about as many."""
-    net = Trial(hvdcompress.get("oktopk", density=0.02), 4)
+    net = Trial(hvdcompress.get_method("oktopk", density=0.02), 4)
     loads = []
     for step in range(25):
         gradients = [numbers((8000,), rank, step) for rank in range(4)]
@@ -92,7 +92,7 @@ def test_regions_follow_the_entries() -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "short"])
 def test_damaged_piece_is_refused(damage: str) -> None:
-    method = hvdcompress.get("oktopk", density=0.1)
+    method = hvdcompress.get_method("oktopk", density=0.1)
     state = {"ratio": np.zeros(1, np.float32), "edges": np.zeros(SHARES - 1, np.float32)}
     ranks = [
         method.exchange(

@@ -57,11 +57,11 @@ def test_gradient_of_a_lower_rank_is_exact(rank: int, scale: float) -> None:
     ],
 )
 def test_suitable_tensors(shape: tuple[int, ...], suits: bool) -> None:
-    assert hvdcompress.get("powersgd", matrix_rank=2).suits(TensorSpec("w", shape)) == suits
+    assert hvdcompress.get_method("powersgd", matrix_rank=2).suits(TensorSpec("w", shape)) == suits
 
 
 def test_matrix_of_a_convolution() -> None:
-    method = hvdcompress.get("powersgd")
+    method = hvdcompress.get_method("powersgd")
     assert method.matrix(TensorSpec("c", (64, 32, 3, 3))) == (64, 288)
     assert method.matrix(TensorSpec("c", (3, 3, 32, 64), layout="hwio")) == (288, 64)
 
@@ -122,6 +122,6 @@ def test_small_gradients_in_half_precision(values: str) -> None:
 
 
 def test_q_is_kept_when_the_world_changes() -> None:
-    net = Trial(hvdcompress.get("powersgd"), 2)
+    net = Trial(hvdcompress.get_method("powersgd"), 2)
     net.allreduce([numbers(SHAPE, rank) for rank in range(2)], "w")
     assert net.saved()[0]["merge"]["w"] == {"residual": "sum", "q": "keep"}

@@ -47,8 +47,8 @@ def test_unbiased(bits: int, norm: str, route: str) -> None:
 
 @pytest.mark.parametrize("route", ["gather", "scatter"])
 def test_unbiased_is_declared_without_feedback_only(route: str) -> None:
-    assert hvdcompress.get("qsgd", route=route).unbiased
-    assert not hvdcompress.get("qsgd", route=route, feedback="plain").unbiased
+    assert hvdcompress.get_method("qsgd", route=route).unbiased
+    assert not hvdcompress.get_method("qsgd", route=route, feedback="plain").unbiased
 
 
 def test_errors_of_ranks_average_out() -> None:
@@ -95,4 +95,4 @@ def test_residual_is_bounded_if_levels_are_close_enough(bucket: int, settles: bo
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        hvdcompress.get("qsgd", **options)
+        hvdcompress.get_method("qsgd", **options)

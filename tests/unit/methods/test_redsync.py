@@ -59,7 +59,7 @@ class CountingOps:
 def test_threshold_is_reused_while_it_fits(interval: int, scales: list[float], searches: int) -> None:
     """A search follows the interval, or a threshold that leaves fewer than k or more than 2k elements."""
     ops = CountingOps()
-    net = Trial(hvdcompress.get("redsync", density=0.05, interval=interval, feedback="none"), 1, ops=ops)
+    net = Trial(hvdcompress.get_method("redsync", density=0.05, interval=interval, feedback="none"), 1, ops=ops)
     for step, scale in enumerate(scales):
         u = np.random.default_rng(step).normal(size=20_000).astype(np.float32) * np.float32(scale)
         assert 1000 <= np.count_nonzero(net.allreduce([u], "w")[0]) <= 2000
@@ -67,7 +67,7 @@ def test_threshold_is_reused_while_it_fits(interval: int, scales: list[float], s
 
 
 def test_published_search_reuses_its_threshold_even_if_it_does_not_fit() -> None:
-    net = Trial(hvdcompress.get("redsync", select="paper", density=0.1, interval=3, feedback="none"), 1)
+    net = Trial(hvdcompress.get_method("redsync", select="paper", density=0.1, interval=3, feedback="none"), 1)
     u = np.random.default_rng(3).normal(size=5000).astype(np.float32)
     sent = [np.count_nonzero(net.allreduce([u * np.float32(f)], "w")[0]) for f in (1, 0.01, 100, 0.01)]
     assert 500 < sent[0] < 1000 and sent[1] == 0
@@ -92,7 +92,7 @@ def test_equal_magnitudes_and_a_single_element_are_sent(select: str) -> None:
 
 def test_candidates_change_nothing() -> None:
     """Candidates recorded in the pass that adds the residual are only a short cut."""
-    method = hvdcompress.get("redsync", density=0.02, interval=2)
+    method = hvdcompress.get_method("redsync", density=0.02, interval=2)
     net = Trial(method, 1)
     memory, known = np.zeros(4000, np.float32), FRESH
     for step in range(9):

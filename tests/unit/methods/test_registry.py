@@ -61,6 +61,11 @@ def test_every_file_in_methods_is_a_method_and_its_name_the_id() -> None:
         *((id, {"density": 1e-300}, []) for id in ("topk", "gaussiank")),  # nothing could be selected by a threshold
         *(("arctopk", given, []) for given in ({"row": 10**9}, {"sketch": 10**9}, {"row": 0})),  # memory
         ("gradiveq", {"dense_steps": 10**9}, []),
+        # settings that would have no effect
+        ("topk", {"momentum": 0.9}, ["no effect", "feedback 'momentum'"]),
+        ("topk", {"beta": 0.1}, ["no effect", "feedback 'lowpass'"]),
+        ("dgc", {"sample": 0.5}, ["no effect", "select 'sampled'"]),
+        ("redsync", {"interval": 9, "select": "trimmed"}, ["no effect", "'search' or 'paper'"]),
         *(
             ("gradiveq", given, [])
             for given in (
@@ -75,17 +80,17 @@ def test_every_file_in_methods_is_a_method_and_its_name_the_id() -> None:
 )
 def test_errors_name_the_setting(id: Any, given: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        hvdcompress.get(id, **given)
+        hvdcompress.get_method(id, **given)
     for word in (*list(given)[:1], *words):
         assert word in str(caught.value)
 
 
 def test_paper_stands_for_the_settings_of_the_paper() -> None:
-    method = hvdcompress.get("gradiveq", paper=True, dense_steps=7)
-    assert method == hvdcompress.get("gradiveq", dense_steps=7, **type(method).published)
-    assert method == hvdcompress.get("gradiveq", paper=True, samples="first", dense_steps=7)
-    assert method == hvdcompress.get("gradiveq", paper=True, **method.hyperparameters())
-    assert hvdcompress.get("gradiveq", paper=False) == hvdcompress.get("gradiveq") != method
+    method = hvdcompress.get_method("gradiveq", paper=True, dense_steps=7)
+    assert method == hvdcompress.get_method("gradiveq", dense_steps=7, **type(method).published)
+    assert method == hvdcompress.get_method("gradiveq", paper=True, samples="first", dense_steps=7)
+    assert method == hvdcompress.get_method("gradiveq", paper=True, **method.hyperparameters())
+    assert hvdcompress.get_method("gradiveq", paper=False) == hvdcompress.get_method("gradiveq") != method
     for cls in registry.classes().values():
         assert cls.published.keys() <= {field.name for field in fields(cls)}
 
@@ -125,8 +130,8 @@ def _entry_point(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> No
 def test_entry_points_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_registry: None) -> None:
     _entry_point(monkeypatch, tmp_path, "thirdparty_plain")
     assert "thirdparty_plain" in hvdcompress.available()
-    check_method(hvdcompress.get("thirdparty_plain"), world_sizes=(2,), sizes=(1, 9), steps=2)
-    assert hvdcompress.load({"method": "thirdparty_plain"}).program.main.id == "thirdparty_plain"
+    check_method(hvdcompress.get_method("thirdparty_plain"), world_sizes=(2,), sizes=(1, 9), steps=2)
+    assert hvdcompress.load_plan({"method": "thirdparty_plain"}).program.main.id == "thirdparty_plain"
     assert registry.docstring(registry.classes()["thirdparty_plain"]) == "A third party's method."
 
 
@@ -154,10 +159,10 @@ def test_class_can_be_registered_again() -> None:
                 total = yield contract.AllReduce(x * np.float32(self.factor))
                 return contract.Reduced(total=total)
 
-    assert "mine" in hvdcompress.available() and hvdcompress.get("mine") == Mine()
+    assert "mine" in hvdcompress.available() and hvdcompress.get_method("mine") == Mine()
     ones = np.ones(2000, np.float32)
     assert Loopback("mine", world_size=2).allreduce([ones, ones], name="w")[0][0] == 2.0
-    assert hvdcompress.load(hvdcompress.load({"method": "mine"}).to_dict()).program.main == Mine()
+    assert hvdcompress.load_plan(hvdcompress.load_plan({"method": "mine"}).to_dict()).program.main == Mine()
     with pytest.raises(ValueError, match="'topk' belongs to a method"):
         contract.method("topk")
 

@@ -23,14 +23,14 @@ def test_matches_the_oracle(world_size: int, n: int, density: float, beta: float
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_leader_is_step_modulo_world_size(world_size: int) -> None:
-    net = Trial(hvdcompress.get("scalecom", density=0.1), world_size)
+    net = Trial(hvdcompress.get_method("scalecom", density=0.1), world_size)
     for step in range(5):
         net.allreduce([numbers((50,), rank, step) for rank in range(world_size)], "w")
     assert [c.root for c in net.log if c.collective == "Broadcast"] == [step % world_size for step in range(5)]
 
 
 def test_resumed_run_continues_with_the_next_leader() -> None:
-    net, resumed = [Trial(hvdcompress.get("scalecom", density=0.1), 3) for _ in range(2)]
+    net, resumed = [Trial(hvdcompress.get_method("scalecom", density=0.1), 3) for _ in range(2)]
     for step in range(4):
         net.allreduce([numbers((50,), rank, step) for rank in range(3)], "w")
     saved = net.saved()
@@ -41,6 +41,6 @@ def test_resumed_run_continues_with_the_next_leader() -> None:
 
 
 def test_settings_of_the_paper() -> None:
-    paper = hvdcompress.get("scalecom", select="chunk", feedback="lowpass", beta=0.1)
-    assert hvdcompress.get("scalecom", paper=True) == paper
-    assert hvdcompress.get("scalecom") == hvdcompress.get("scalecom", select="exact", beta=1.0)
+    paper = hvdcompress.get_method("scalecom", select="chunk", feedback="lowpass", beta=0.1)
+    assert hvdcompress.get_method("scalecom", paper=True) == paper
+    assert hvdcompress.get_method("scalecom") == hvdcompress.get_method("scalecom", select="exact", beta=1.0)

@@ -34,7 +34,7 @@ def test_magnitudes_are_summed_in_float64(value: float) -> None:
 
 
 def test_payload_has_the_mean_magnitude_and_the_signs() -> None:
-    net = Trial(hvdcompress.get("signsgd"), 1)
+    net = Trial(hvdcompress.get_method("signsgd"), 1)
     net.allreduce([np.float32([1, -2, 3, -4, 5, 6, 7, 8, -9])], "w")
     payload = net.log[0].sent[0]
     assert np.frombuffer(payload[24:28], "<f4").tolist() == [5.0]

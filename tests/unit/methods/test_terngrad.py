@@ -41,7 +41,7 @@ def ternaries(net: Trial, n: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("world_size", [1, 3, 8, 40])
 def test_fields_are_ternaries_and_the_scaler_is_the_largest(world_size: int) -> None:
     n = 101
-    net = Trial(hvdcompress.get("terngrad"), world_size)
+    net = Trial(hvdcompress.get_method("terngrad"), world_size)
     gradients = [(rank + 1) * numbers((n,), rank) for rank in range(world_size)]
     out = net.allreduce(gradients, "w", op="sum")[0]
     scalers = [np.frombuffer(sent, "<f4")[0] for sent in net.log[0].sent]
@@ -63,9 +63,9 @@ def test_mean_over_steps_is_the_clipped_gradient(route: str, clip: float) -> Non
 
 
 def test_unbiased_is_declared_without_clipping_only() -> None:
-    assert hvdcompress.get("terngrad", clip_factor=0).unbiased
-    assert not hvdcompress.get("terngrad").unbiased
-    assert not hvdcompress.get("terngrad", clip_factor=0, feedback="plain").unbiased
+    assert hvdcompress.get_method("terngrad", clip_factor=0).unbiased
+    assert not hvdcompress.get_method("terngrad").unbiased
+    assert not hvdcompress.get_method("terngrad", clip_factor=0, feedback="plain").unbiased
 
 
 def test_variance_is_that_of_ternaries() -> None:
@@ -110,4 +110,4 @@ def test_fields_hold_the_sum_of_equal_ternaries(world_size: int) -> None:
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        hvdcompress.get("terngrad", **options)
+        hvdcompress.get_method("terngrad", **options)

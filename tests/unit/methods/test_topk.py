@@ -49,7 +49,7 @@ def test_lowpass_feedback_keeps_its_share_of_sent_elements() -> None:
 
 
 def test_payload_of_a_wrong_length_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = type(hvdcompress.get("topk"))
+    method = type(hvdcompress.get_method("topk"))
     encode = method.encode
     monkeypatch.setattr(method, "encode", lambda self, x, *rest: encode(self, x, *rest)[:-4])
     with pytest.raises(ExchangeError, match=r"tensor 'w' \(method topk, round 0, rank 0\): WireError"):

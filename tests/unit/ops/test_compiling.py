@@ -152,7 +152,7 @@ def test_steps_compile_nothing_after_warm_up(id: str) -> None:
     net = Loopback(plan, world_size=3, grouping=IN_ORDER)
     for _ in range(4):
         given = [{n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()} for _ in range(3)]
-        reduced = net.allreduce_many(given)[0]
+        reduced = net.allreduce(given)[0]
         with net.adapted({name: array.copy() for name, array in reduced.items()}, reduced, momentum=0.9):
             pass
     assert LOCKS.seconds == before

@@ -31,7 +31,7 @@ def test_momentum_is_adapted_to_how_long_elements_waited(settings: dict[str, int
     scales = np.geomspace(0.05, 1.0, size)
     for step in range(1, 26):
         given = [{name: (random.standard_normal(size) * scales).astype(np.float32) for name in names} for _ in range(3)]
-        reduced = net.allreduce_many(given)[0]
+        reduced = net.allreduce(given)[0]
         with net.adapted(buffers, reduced, momentum=momentum, nesterov=nesterov):
             for name, buffer in buffers.items():
                 buffer[...] = momentum * buffer + reduced[name]
@@ -61,7 +61,7 @@ def test_a_gradient_has_the_same_weight_at_once_as_over_all_steps() -> None:
         assert moment.at_once or total == pytest.approx(moment.weight)
         for own in (0.0, 0.6):
             options = {"feedback": "momentum", "momentum": own} if own else {}
-            before, after = moment.changes(hvdcompress.get("topk", **options))
+            before, after = moment.changes(hvdcompress.get_method("topk", **options))
             in_buffer = moment.decay * before + moment.rate
             assert after == pytest.approx(in_buffer)
             assert moment.direct + moment.buffered * in_buffer == pytest.approx((1.0 - own) * moment.weight)
@@ -69,7 +69,7 @@ def test_a_gradient_has_the_same_weight_at_once_as_over_all_steps() -> None:
 
 @pytest.mark.parametrize("id", ["powersgd", "signsgd"])
 def test_methods_that_send_all_elements_have_one_share(id: str) -> None:
-    method = hvdcompress.get(id)
+    method = hvdcompress.get_method(id)
     net = Loopback(method, world_size=2, min_elements=1)
     net.allreduce([np.ones((8, 8), np.float32)] * 2, name="w")
     (late,) = net.ranks[0].late.values()
@@ -90,7 +90,7 @@ def test_methods_that_send_all_elements_have_one_share(id: str) -> None:
     ],
 )
 def test_methods_whose_momentum_is_adapted(id: str, options: dict, expected: bool) -> None:
-    assert adapts(hvdcompress.get(id, **options)) == expected
+    assert adapts(hvdcompress.get_method(id, **options)) == expected
 
 
 def test_long_waits_do_not_wrap_around() -> None:

@@ -107,7 +107,7 @@ def decode(method: Method, payload: bytes, n: int) -> None:
 
 
 def test_payload_of_another_method_or_tensor_is_refused() -> None:
-    topk, gaussiank = hvdcompress.get("topk", density=0.1), hvdcompress.get("gaussiank", density=0.1)
+    topk, gaussiank = hvdcompress.get_method("topk", density=0.1), hvdcompress.get_method("gaussiank", density=0.1)
     with pytest.raises(WireError, match="another method than 'topk'"):
         decode(topk, payload_of(gaussiank, 40), 40)
     with pytest.raises(WireError, match="40 elements, this one has 41"):
@@ -118,7 +118,7 @@ def test_payload_of_another_method_or_tensor_is_refused() -> None:
 @pytest.mark.parametrize("elements,entries,length", [(40, 2**32 - 1, 2**32 - 1), (2**40, 4, 88), (40, 2**32 - 1, 88)])
 def test_header_with_wrong_counts_allocates_nothing(code: int, elements: int, entries: int, length: int) -> None:
     """A header with a correct checksum that claims 4 billion entries is refused before memory is allocated."""
-    method = hvdcompress.get("topk", density=0.1)
+    method = hvdcompress.get_method("topk", density=0.1)
     data = wire.pack(Header("topk", code, 0, elements, entries, length)) + bytes(64)
     tracemalloc.start()
     with pytest.raises(WireError):

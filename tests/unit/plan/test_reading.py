@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcompress import get, load
+from hvdcompress import get_method, load_plan
 from hvdcompress.plan import PlanError, plan_of, settings_of
 
 FULL = """\
@@ -49,12 +49,12 @@ def write(tmp_path: Path) -> Any:
 
 
 def test_a_plan_from_a_file(write: Any) -> None:
-    plan = load(write(FULL))
+    plan = load_plan(write(FULL))
     assert (plan.min_elements, plan.bucket_elements, plan.seed) == (100, 50, 7)
     stages = [(start, method.id, getattr(method, "density", None)) for start, method in plan.program.stages]
     assert stages == [(0, "none", None), (20, "scalecom", 0.015625), (60, "scalecom", 0.004), (80, "scalecom", 0.001)]
-    again = load(plan.to_dict())
-    assert again == plan == load(str(write(FULL))) and again.rules == plan.rules and again.program == plan.program
+    again = load_plan(plan.to_dict())
+    assert again == plan == load_plan(str(write(FULL))) and again.rules == plan.rules and again.program == plan.program
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_a_plan_from_a_file(write: Any) -> None:
     ids=json.dumps,
 )
 def test_round_trip_through_a_dict(source: dict[str, Any]) -> None:
-    plan = load(source)
-    for again in (load(plan.to_dict()), plan_of(plan)):
+    plan = load_plan(source)
+    for again in (load_plan(plan.to_dict()), plan_of(plan)):
         assert again == plan and hash(again.program) == hash(plan.program)
         assert again.fingerprint == plan.fingerprint and again.rules == plan.rules
     given = {key: source[key] for key in source.keys() & {"verify_every", "fallback"}}
@@ -91,18 +91,27 @@ def test_round_trip_through_a_dict(source: dict[str, Any]) -> None:
 )
 def test_round_trip_of_any_numbers(density: float, beta: float, steps: dict[int, float], seed: int) -> None:
     schedule = {"density": {"steps": steps}}
-    plan = load({"method": "scalecom", "density": density, "beta": beta, "seed": seed, "schedule": schedule})
-    assert load(plan.to_dict()) == plan and plan.program.at(0) is plan.program.stages[0][1]
+    plan = load_plan({"method": "scalecom", "density": density, "beta": beta, "seed": seed, "schedule": schedule})
+    assert load_plan(plan.to_dict()) == plan and plan.program.at(0) is plan.program.stages[0][1]
     assert plan.program.main.density == (steps[max(steps)] if steps else density)  # type: ignore[attr-defined]
 
 
 def test_plan_of_takes_an_id_a_method_a_plan_or_a_dict() -> None:
-    method = get("topk", density=0.25)
-    plan = load({"method": "topk", "density": 0.25})
+    method = get_method("topk", density=0.25)
+    plan = load_plan({"method": "topk", "density": 0.25})
     density = {"density": 0.25}
     for source, settings in (("topk", density), (method, {}), (plan, {}), ({"method": "topk"}, density)):
         assert plan_of(source, **settings).program == plan.program
     assert plan_of(plan, seed=5).seed == 5 and plan_of(method, min_elements=3).min_elements == 3
+
+
+def test_plan_of_takes_a_file_and_settings_override_it(write: Any) -> None:
+    path = write("method: topk\ndensity: 0.02\nrules:\n  - match: {ndim: 4}\n    method: none\n")
+    assert plan_of(str(path)) == plan_of(path) == load_plan(path)
+    changed = plan_of(str(path), density=0.5)
+    assert changed.program.main == get_method("topk", density=0.5) and changed.rules == load_plan(path).rules
+    with pytest.raises(PlanError, match="line 2"):
+        plan_of(str(write("method: topk\ndensity: 7\n")))
 
 
 def test_auto_is_a_plan_with_a_fallback() -> None:
@@ -110,7 +119,7 @@ def test_auto_is_a_plan_with_a_fallback() -> None:
     method = plan.program.main
     assert (method.id, method.density, method.values, plan.fallback) == ("topk", 0.01, "qsgd4", True)  # type: ignore[attr-defined]
     assert plan_of("auto", density=0.002).program.main.density == 0.002  # type: ignore[attr-defined]
-    assert load(plan.to_dict()) == plan
+    assert load_plan(plan.to_dict()) == plan
     assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()
 
 
@@ -124,7 +133,7 @@ def test_settings_of_a_command_line() -> None:
     found = settings_of(["density=0.02", "values=fp16", "warmup={steps: 5}", "paper=true"])
     assert found == {"density": 0.02, "values": "fp16", "warmup": {"steps": 5}, "paper": True}
     for wrong in ("density", "=3", "a={b"):
-        with pytest.raises(PlanError, match="KEY=VALUE|valid YAML"):
+        with pytest.raises(PlanError, match=r"KEY=VALUE|valid YAML"):
             settings_of([wrong])
 
 
@@ -193,7 +202,7 @@ def test_settings_of_a_command_line() -> None:
 )
 def test_errors_name_the_file_the_line_and_the_key(write: Any, text: str, line: int | None, words: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
-        load(write(text))
+        load_plan(write(text))
     message = str(caught.value)
     assert "plan.yaml" in message
     assert line is None or f"line {line}" in message, message
@@ -216,7 +225,7 @@ def test_errors_name_the_file_the_line_and_the_key(write: Any, text: str, line: 
 )
 def test_a_file_without_a_mapping_is_an_error(write: Any, text: str | bytes) -> None:
     with pytest.raises(PlanError, match=r"plan\.yaml"):
-        load(write(text))
+        load_plan(write(text))
 
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
@@ -239,14 +248,14 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
 def test_unsupported_yaml_is_refused_at_once(write: Any, text: str, line: int | None, words: str) -> None:
     began = time.process_time()
     with pytest.raises(PlanError) as caught:
-        load(write(text))
+        load_plan(write(text))
     assert words in str(caught.value) and (line is None or f"line {line}" in str(caught.value)), caught.value
     assert time.process_time() - began < 2
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        load(tmp_path / "none.yaml")
+        load_plan(tmp_path / "none.yaml")
 
 
 def test_a_dict_that_contains_itself_is_refused() -> None:
@@ -254,7 +263,7 @@ def test_a_dict_that_contains_itself_is_refused() -> None:
     endless = {"method": "topk", "rules": [{"match": {"ndim": 4}, "schedule": schedule}]}
     schedule["self"] = endless
     with pytest.raises(PlanError):
-        load(endless)
+        load_plan(endless)
 
 
 KEYS = ["method", "density", "rules", "match", "schedule", "steps", "epochs", "warmup", "name", 0, 1]
@@ -269,4 +278,4 @@ KEYS = ["method", "density", "rules", "match", "schedule", "steps", "epochs", "w
 )
 def test_any_source_is_a_plan_or_a_plan_error(source: Any) -> None:
     with contextlib.suppress(PlanError):
-        load({"method": "topk", **(source if isinstance(source, dict) else {"method": source})})
+        load_plan({"method": "topk", **(source if isinstance(source, dict) else {"method": source})})

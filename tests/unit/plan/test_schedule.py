@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdcompress import get, load
+from hvdcompress import get_method, load_plan
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import PlanError
 
@@ -40,7 +40,7 @@ from hvdcompress.plan import PlanError
     ],
 )
 def test_stages(settings: dict[str, Any], stages: list[tuple[int, str, float | None]]) -> None:
-    program = load({"method": "topk", **settings}).program_of(TensorSpec("w", (9,)))
+    program = load_plan({"method": "topk", **settings}).program_of(TensorSpec("w", (9,)))
     assert [(start, method.id, getattr(method, "density", None)) for start, method in program.stages] == stages
     for start, id, _ in stages:
         assert program.at(start).id == program.at(start + 1).id == id
@@ -48,9 +48,9 @@ def test_stages(settings: dict[str, Any], stages: list[tuple[int, str, float | N
 
 def test_two_scheduled_settings_keep_the_value_of_each_other() -> None:
     schedule = {"density": {"steps": {0: 0.5, 10: 0.1}}, "beta": {"steps": {5: 0.25}}}
-    stages = load({"method": "scalecom", "schedule": schedule}).program.stages
+    stages = load_plan({"method": "scalecom", "schedule": schedule}).program.stages
     values = [(start, method.density, method.beta) for start, method in stages]  # type: ignore[attr-defined]
-    assert values == [(0, 0.5, get("scalecom").beta), (5, 0.5, 0.25), (10, 0.1, 0.25)]  # type: ignore[attr-defined]
+    assert values == [(0, 0.5, get_method("scalecom").beta), (5, 0.5, 0.25), (10, 0.1, 0.25)]  # type: ignore[attr-defined]
 
 
 # -- diminishing --------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_the_density_is_one_minus_the_root_of_l_times_the_learning_rate(
 ) -> None:
     """θ_t = sqrt(L·η_t), density = 1 − θ_t. ``densities``: {step: learning rate that gives the density}."""
     plan = {**diminishing(lipschitz=lipschitz, learning_rate=learning_rate), "steps_per_epoch": 10}
-    found = {start: method.density for start, method in load(plan).program.stages}  # type: ignore[attr-defined]
+    found = {start: method.density for start, method in load_plan(plan).program.stages}  # type: ignore[attr-defined]
     assert found == pytest.approx({step: 1 - math.sqrt(lipschitz * rate) for step, rate in densities.items()})
 
 
@@ -92,16 +92,16 @@ def test_the_density_is_one_minus_the_root_of_l_times_the_learning_rate(
 )
 def test_malformed_diminishing_schedules_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        load(diminishing(**given))
+        load_plan(diminishing(**given))
 
 
 def test_only_the_density_can_diminish() -> None:
     plan = {"method": "scalecom", "schedule": {"beta": {"diminishing": {"lipschitz": 1}}}}
-    with pytest.raises(PlanError, match="schedule.beta.diminishing: unknown key"):
-        load(plan)
+    with pytest.raises(PlanError, match=r"schedule\.beta\.diminishing: unknown key"):
+        load_plan(plan)
 
 
 def test_the_age_of_a_method_counts_from_its_first_stage() -> None:
     """A changed setting does not restart the phases of a method; another method does."""
-    program = load({**diminishing(lipschitz=1, learning_rate={"steps": {5: 0.1}}), "warmup": {"steps": 3}}).program
+    program = load_plan({**diminishing(lipschitz=1, learning_rate={"steps": {5: 0.1}}), "warmup": {"steps": 3}}).program
     assert [program.since(step) for step in (0, 2, 3, 4, 5, 100)] == [0, 0, 3, 3, 3, 3]

@@ -62,7 +62,7 @@ def test_a_step_that_finds_a_difference_changes_nothing() -> None:
     net.ranks[1].swap({"w": replace(state, slots={**state.slots, "q": state.slots["q"] + 1})})
     before = state_dicts(net)
     with pytest.raises(PeerError, match="the state 'q' of tensor 'w'"):
-        net.allreduce_many(gradients(SHAPES))
+        net.allreduce(gradients(SHAPES))
     np.testing.assert_equal(state_dicts(net), before)
     net.ranks[1].swap({"w": state})
-    net.allreduce_many(gradients(SHAPES))
+    net.allreduce(gradients(SHAPES))

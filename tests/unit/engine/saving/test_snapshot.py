@@ -58,7 +58,7 @@ def test_tensors_of_one_bucket_must_be_at_one_step() -> None:
 
 def test_a_trigger_before_saving_restarts_the_phases_after_loading() -> None:
     """The state is saved after the step in which the ranks agreed on the trigger; it takes effect in the next one."""
-    net, other = (Trial(hvdcompress.get("acpsgd"), 2) for _ in range(2))
+    net, other = (Trial(hvdcompress.get_method("acpsgd"), 2) for _ in range(2))
     for step in range(9):
         if step == 8:
             net.trigger()
