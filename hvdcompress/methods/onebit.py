@@ -44,51 +44,41 @@ import numpy as np
 
 from hvdcompress.method import Array, Context, FeedbackName, Workspace, method
 from hvdcompress.ops.spec import Ops
-from hvdcompress.parts.sums import Codec, Quantizer, concatenate_into
-from hvdcompress.parts.wire import WireError
+from hvdcompress.parts.sums import Codec, Quantizer
 
 MEANS = 8  #: bytes of a and −b
 
 
 @dataclass(frozen=True)
-class TwoMeansCodec:
+class TwoMeansCodec(Codec):
     """Codec that writes the mean a of the values ≥ 0, the mean −b of the others' magnitudes, then one bit per value."""
 
     code = 14
+    bits = 1
 
-    def num_bytes(self, count: int) -> int:
-        return (MEANS if count else 0) + -(-count // 8)
+    def head_bytes(self, count: int) -> int:
+        return MEANS if count else 0
 
-    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
         n = len(x)
-        signs = ops.pack_signs(x)
-        if not n:
-            return signs
-        positive = 0.5 * ops.unpack_signs(signs, _one(x, ops), n) + 0.5  # 1 where x ≥ 0, else 0
+        body[:] = signs = ops.pack_signs(x)
+        one = ops.asarray(np.ones(min(n, 1), np.float32), like=x)
+        positive = 0.5 * ops.unpack_signs(signs, one, n) + 0.5  # 1 where x ≥ 0, else 0
         means = []
         for chosen in (positive, 1.0 - positive):
-            share = ops.bucket_norms(chosen, n, "mean")  # [1]: of the values that are chosen
+            share = ops.bucket_norms(chosen, n, "mean")  # [1]: of the values that are chosen; [0] if x is empty
             mean = ops.bucket_norms(x * chosen, n, "mean")
             means.append(mean / (share + 1e-30))  # without such values 0, and share is 0 or at least 1/n
-        return concatenate_into([*map(ops.to_bytes, means), signs], out, ops)
+        ops.concat([ops.to_bytes(mean) for mean in means], head)
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
-        return self.decode(buffer, count, ops)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        if len(buffer) != self.num_bytes(count):
-            raise WireError(f"received {len(buffer)} bytes of signs, expected {self.num_bytes(count)}")
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Array:
         if not count:
-            return ops.zeros(0, "float32", like=buffer)
-        plus = ops.zeros(1, "uint8", like=buffer)
+            return ops.zeros(0, "float32", like=body)
+        plus = ops.zeros(1, "uint8", like=body)
         # unpack_signs reads damaged means as finite numbers ≥ 0
-        a, b = (ops.unpack_signs(plus, ops.from_bytes(buffer[at : at + 4], "float32"), 1) for at in (0, 4))
-        return ops.unpack_signs(buffer[MEANS:], 0.5 * a + 0.5 * b, count) + (0.5 * a - 0.5 * b)
-
-
-def _one(like: Array, ops: Ops) -> Array:
-    return ops.asarray(np.float32([1]), like)  # type: ignore[arg-type]
+        a, b = (ops.unpack_signs(plus, ops.from_bytes(head[at : at + 4], "float32"), 1) for at in (0, 4))
+        return ops.unpack_signs(body, 0.5 * a + 0.5 * b, count) + (0.5 * a - 0.5 * b)
 
 
 @method

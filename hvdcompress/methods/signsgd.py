@@ -47,37 +47,26 @@ from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Codes
 from hvdcompress.parts import wire
-from hvdcompress.parts.sums import Codec, Quantizer, concatenate_into
-from hvdcompress.parts.wire import WireError
+from hvdcompress.parts.sums import Codec, Quantizer
 
 
 @dataclass(frozen=True)
-class SignCodec:
+class SignCodec(Codec):
     """Codec that writes a mean magnitude (one float32), then one sign bit per value."""
 
     code = 5
+    bits = 1
 
-    def num_bytes(self, count: int) -> int:
-        return (4 if count else 0) + -(-count // 8)
+    def head_bytes(self, count: int) -> int:
+        return 4 if count else 0
 
-    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
-        mean = ops.bucket_norms(x, len(x), "mean")  # ‖x‖₁/n [1]; [0] if x is empty
-        return concatenate_into([ops.to_bytes(mean), ops.pack_signs(x)], out, ops)
+        head[:] = ops.to_bytes(ops.bucket_norms(x, len(x), "mean"))  # ‖x‖₁/n [1]; [0] if x is empty
+        body[:] = ops.pack_signs(x)
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
-        self._check(buffer, count)
-        return Codes(buffer[4:], ops.from_bytes(buffer[:4], "float32"), max(count, 1), 1, 0, count)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        self._check(buffer, count)
-        if not count:
-            return ops.zeros(0, "float32", like=buffer)
-        return ops.unpack_signs(buffer[4:], ops.from_bytes(buffer[:4], "float32"), count)
-
-    def _check(self, buffer: Array, count: int) -> None:
-        if len(buffer) != self.num_bytes(count):
-            raise WireError(f"received {len(buffer)} bytes of signs, expected {self.num_bytes(count)}")
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Codes:
+        return Codes(body, ops.from_bytes(head, "float32"), max(count, 1), 1, 0, count)
 
 
 @method
@@ -105,5 +94,5 @@ class SignSGD(Quantizer):
         ops = work.ops
         signs, mean = scanned  # from the pass that added gradient and residual
         payload = self.payload(ctx, work, like=x)
-        concatenate_into([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :], ops)
+        ops.concat([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :])
         return payload

@@ -83,9 +83,8 @@ class TernaryCodec(StochasticCodec):
     clip_factor: float = 2.5
     code = 6
 
-    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
-        out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
         found = ops.inspect(x, STATISTICS)
         if not found.finite:  # gradients are finite, so x is a sum of shards that were received (route: scatter)
             raise WireError(
@@ -93,10 +92,8 @@ class TernaryCodec(StochasticCodec):
                 "or the sum exceeds float32"
             )
         s = scaler(x, found, clipping_limit(found, self.clip_factor), ops)
-        edge = self._edge(len(x))
-        out[:edge] = ops.to_bytes(s)
-        ops.quantize(x, s, WHOLE, BITS, seed.private_key(ctx, stream), out[edge:])  # quantize clips |x| to s
-        return out
+        head[:] = ops.to_bytes(s)
+        ops.quantize(x, s, WHOLE, BITS, seed.private_key(ctx, stream), body)  # quantize clips |x| to s
 
 
 @method

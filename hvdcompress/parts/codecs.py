@@ -17,8 +17,7 @@ scatter-reduce (``parts/sums.py``).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -31,7 +30,7 @@ from hvdcompress.parts import sums
 from hvdcompress.parts.levels import FORMATS, LevelCodec
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
-from hvdcompress.parts.sums import Codec, concatenate_into
+from hvdcompress.parts.sums import Codec
 
 ELEMENTWISE = ("fp32", "fp16")  #: formats in which a value, and its share of a sum, depends on no other value
 SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum, with a margin for the rounding of the sum
@@ -41,67 +40,49 @@ def _count_saturated(work: Workspace, count: Any) -> None:
     work.counters["saturated"] = work.counters.get("saturated", 0) + count
 
 
-class Float32:
+class Float32(Codec):
     """Float32, unchanged."""
 
     code = 0
+    bits = 32
 
-    def num_bytes(self, count: int) -> int:
-        return 4 * count
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
+        body[:] = work.ops.to_bytes(x)
 
-    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
-        ops = work.ops
-        return concatenate_into([ops.to_bytes(x)], out, ops)
-
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
-        return self.decode(buffer, count, ops)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        return ops.from_bytes(buffer, "float32")
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Array:
+        return ops.from_bytes(body, "float32")
 
 
-class Float16:
+class Float16(Codec):
     """IEEE half precision. Values outside of its range are clipped, and counted in the ledger as "saturated"."""
 
     code = 1
+    bits = 16
 
-    def num_bytes(self, count: int) -> int:
-        return 2 * count
-
-    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
-        ops = work.ops
-        half, saturated = ops.to_fp16(x, 1.0)
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
+        half, saturated = work.ops.to_fp16(x, 1.0)
         _count_saturated(work, saturated)
-        return concatenate_into([ops.to_bytes(half)], out, ops)
+        body[:] = work.ops.to_bytes(half)
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Half:
-        return Half(ops.from_bytes(buffer, "float16"), 1.0)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        return ops.from_fp16(ops.from_bytes(buffer, "float16"), 1.0)
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Half:
+        return Half(ops.from_bytes(body, "float16"), 1.0)
 
 
-class BFloat16:
+class BFloat16(Codec):
     """bfloat16: the upper 16 bits of a float32, rounded to nearest even."""
 
     code = 2
+    bits = 16
 
-    def num_bytes(self, count: int) -> int:
-        return 2 * count
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
+        work.ops.to_bf16(x, body)
 
-    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
-        ops = work.ops
-        return ops.to_bytes(ops.to_bf16(x)) if out is None else ops.to_bf16(x, out)
-
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Half:
-        return Half(ops.from_bytes(buffer, "uint16"), 1.0)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        return ops.from_bf16(ops.from_bytes(buffer, "uint16"))
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Half:
+        return Half(ops.from_bytes(body, "uint16"), 1.0)
 
 
 @dataclass(frozen=True)
-class InParts:
+class InParts(Codec):
     """Codec for the values of a bucket: it encodes each tensor's values separately.
 
     Number formats outside of :data:`ELEMENTWISE` scale several values by a common factor. If values of different
@@ -117,8 +98,11 @@ class InParts:
 
     @property
     def code(self) -> int:
-        """The number format's code."""
         return self.codec.code
+
+    @property
+    def bits(self) -> int:
+        return self.codec.bits
 
     @cached_property
     def spans(self) -> list[tuple[slice, slice]]:
@@ -135,33 +119,19 @@ class InParts:
     def num_bytes(self, count: int) -> int:
         return self.spans[-1][1].stop
 
-    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
-        ops = work.ops
-        out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         before = 0
-        for index, (values, place) in enumerate(self.spans):
+        for member, (values, place) in zip(ctx.spec.members, self.spans, strict=True):
             if before < place.start:
-                ops.fill(out[before : place.start], 0)
-            self.codec.encode(x[values], replace(ctx, spec=ctx.spec.members[index]), work, stream, out[place])
+                work.ops.fill(body[before : place.start], 0)
+            self.codec.encode(x[values], replace(ctx, spec=member), work, stream, body[place])
             before = place.stop
-        return out
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
-        return self.decode(buffer, count, ops)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        return ops.concat(
-            [self.codec.decode(buffer[place], values.stop - values.start, ops) for values, place in self.spans]
-        )
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Array:
+        return ops.concat([self.codec.decode(body[place], v.stop - v.start, ops) for v, place in self.spans])
 
 
-_MADE: dict[str, Callable[..., Codec]] = {
-    "fp32": lambda bits, mantissa: Float32(),
-    "fp16": lambda bits, mantissa: Float16(),
-    "bf16": lambda bits, mantissa: BFloat16(),
-    "qsgd": lambda bits, mantissa: StochasticCodec(bits=bits),
-    "rangefloat": lambda bits, mantissa: RangeFloatCodec(bits=bits, mantissa=mantissa),
-}
+PLAIN: dict[str, Codec] = {"fp32": Float32(), "fp16": Float16(), "bf16": BFloat16()}
 
 
 @lru_cache(4096)
@@ -175,17 +145,19 @@ def codec_of_parts(values: Values, counts: tuple[int, ...]) -> Codec:
 @cache
 def codec(values: Values) -> Codec:
     """Return the codec for a name such as "fp16", "qsgd4" or "rangefloat10m6"."""
+    if values in PLAIN:
+        return PLAIN[values]
     if values in FORMATS:
         return LevelCodec(values, rounding="stochastic" if values.startswith("natural") else "nearest")
-    if values in _MADE:
-        return _MADE[values](None, None)
-    kind, bits, mantissa = re.fullmatch(r"([a-z]+)(\d+)(?:m(\d+))?", values).groups()  # type: ignore[union-attr]
-    return _MADE[kind](int(bits), None if mantissa is None else int(mantissa))
+    if values.startswith("qsgd"):
+        return StochasticCodec(bits=int(values.removeprefix("qsgd")))
+    bits, _, mantissa = values.removeprefix("rangefloat").partition("m")
+    return RangeFloatCodec(bits=int(bits), mantissa=int(mantissa) if mantissa else None)
 
 
 def reduced_num_bytes(count: int, values: Values, world_size: int) -> int:
     """Return the payload bytes that a rank passes to collectives in :func:`all_reduce` of ``count`` values."""
-    if values in ("fp32", "fp16"):
+    if values in ELEMENTWISE:
         return codec(values).num_bytes(count)
     return sums.reduced_num_bytes(count, codec(values), "scatter", world_size)
 

@@ -42,7 +42,7 @@ from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import LevelCodes, NumpyArray
 from hvdcompress.parts import seed
-from hvdcompress.parts.wire import WireError
+from hvdcompress.parts.sums import Codec
 
 Rounding = Literal["nearest", "stochastic"]
 BLOCK = 256  #: values per scale, unless another number is given
@@ -95,7 +95,7 @@ def levels(name: str) -> NumpyArray:
 
 
 @dataclass(frozen=True)
-class LevelCodec:
+class LevelCodec(Codec):
     """Codec that stores float32 values as indices of levels, in blocks with one scale each."""
 
     name: str = "int8"  #: of the format
@@ -104,47 +104,32 @@ class LevelCodec:
 
     @property
     def code(self) -> int:
-        """The number format's code."""
         return FORMATS[self.name].code
 
-    def num_bytes(self, count: int) -> int:
-        """Return the bytes of ``count`` encoded values."""
-        return self._edge(count) + -(-count * FORMATS[self.name].bits // 8)
+    @property
+    def bits(self) -> int:
+        return FORMATS[self.name].bits
 
-    def _edge(self, count: int) -> int:
-        """Return the bytes of the scales for ``count`` values, which is the offset of the indices."""
+    def head_bytes(self, count: int) -> int:
         return 4 * -(-count // self.block) if FORMATS[self.name].scaled else 0
 
-    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
-        """Encode values; see :meth:`hvdcompress.parts.sums.Codec.encode`."""
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
-        out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
-        edge = self._edge(len(x))
         key = seed.private_key(ctx, stream) if self.rounding == "stochastic" else None
-        scales = ops.bucket_norms(x, self.block, "max") if FORMATS[self.name].scaled else self._one(x, ops)
-        shared, bits = self._shared(len(x)), FORMATS[self.name].bits
-        ops.encode_levels(x, scales, shared, levels(self.name), bits, key, out[edge:])
-        if edge:
-            out[:edge] = ops.to_bytes(scales)
-        return out
+        scales = ops.bucket_norms(x, self.block, "max") if FORMATS[self.name].scaled else _one(x, ops)
+        if FORMATS[self.name].scaled:
+            head[:] = ops.to_bytes(scales)
+        ops.encode_levels(x, scales, self._shared(len(x)), levels(self.name), self.bits, key, body)
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> LevelCodes:
-        """Check encoded values like :meth:`decode`, but leave decoding to the function that writes them."""
-        if len(buffer) != self.num_bytes(count):
-            raise WireError(f"received {len(buffer)} bytes of {self.name} values, expected {self.num_bytes(count)}")
-        edge = self._edge(count)
-        scales = ops.from_bytes(buffer[:edge], "float32") if FORMATS[self.name].scaled else self._one(buffer, ops)
-        shared, bits = self._shared(count), FORMATS[self.name].bits
-        return LevelCodes(buffer[edge:], scales, shared, levels(self.name), bits, 0, count)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        """Decode values; see :meth:`hvdcompress.parts.sums.Codec.decode`. Damaged bytes decode to finite values."""
-        return ops.dense(self.coded(buffer, count, ops))
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> LevelCodes:
+        scales = ops.from_bytes(head, "float32") if FORMATS[self.name].scaled else _one(body, ops)
+        return LevelCodes(body, scales, self._shared(count), levels(self.name), self.bits, 0, count)
 
     def _shared(self, count: int) -> int:
         """Return the number of values that share a scale."""
         return self.block if FORMATS[self.name].scaled else max(count, 1)
 
-    def _one(self, like: Array, ops: Ops) -> Array:
-        """Return the scale of a format without scales."""
-        return ops.asarray(np.ones(1, np.float32), like)
+
+def _one(like: Array, ops: Ops) -> Array:
+    """Return the scale of a format without scales."""
+    return ops.asarray(np.ones(1, np.float32), like)

@@ -24,7 +24,7 @@ from hvdcompress.method import Array, Context, Sparse, Values, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 from hvdcompress.parts.codecs import codec_of_parts
-from hvdcompress.parts.sums import Codec, concatenate_into
+from hvdcompress.parts.sums import Codec
 
 Coding = Literal["int32", "elias_fano", "bitmap"]
 CODE: dict[str, int] = {"int32": 0, "elias_fano": 1, "bitmap": 2}
@@ -110,12 +110,12 @@ def encode_index(index: Array, coding: Coding, n: int, ops: Ops, out: Array | No
     """
     k = len(index)
     if coding == "int32":
-        return concatenate_into([ops.to_bytes(index)], out, ops)
+        return ops.concat([ops.to_bytes(index)], out)
     if coding == "bitmap":
-        return concatenate_into([padded(ops.set_bits(index, n), ops)], out, ops)
+        return ops.concat([padded(ops.set_bits(index, n), ops)], out)
     low = low_bits(k, n)
     lows, highs = ops.elias_fano(index, low, k + (n >> low) + 1)
-    return concatenate_into([padded(lows, ops), padded(highs, ops)], out, ops)
+    return ops.concat([padded(lows, ops), padded(highs, ops)], out)
 
 
 def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Array:

@@ -22,11 +22,11 @@ from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Codes
 from hvdcompress.parts import seed
-from hvdcompress.parts.wire import WireError
+from hvdcompress.parts.sums import Codec
 
 
 @dataclass(frozen=True)
-class StochasticCodec:
+class StochasticCodec(Codec):
     """Codec that stores float32 values as signs and levels, in buckets with one norm each."""
 
     bits: int = 4  #: bits per value, its sign included, 2 to 8
@@ -34,64 +34,18 @@ class StochasticCodec:
     norm: Literal["max", "l2"] = "max"
     code = 3
 
-    def num_bytes(self, count: int) -> int:
-        """Return the bytes of ``count`` encoded values."""
-        return self._edge(count) + -(-count * self.bits // 8)
-
-    def _edge(self, count: int) -> int:
-        """Return the bytes of the norms for ``count`` values, which is the offset of the codes."""
+    def head_bytes(self, count: int) -> int:
         return 4 * -(-count // self.bucket)
 
-    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
-        """Quantize values.
-
-        Args:
-            x: float32 [count].
-            ctx: rank, step, tensor and seed, which select the random stream.
-            work: the array ops.
-            stream: index of the call within the exchange, so that each call has its own random numbers.
-            out: uint8 [num_bytes(count)] that receives the result; by default a new array.
-
-        Returns:
-            uint8 [num_bytes(count)].
-        """
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
-        out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
-        edge = self._edge(len(x))
         key = seed.private_key(ctx, stream)
         if self.norm == "max":
-            norms, _ = ops.quantize_max(x, self.bucket, self.bits, key, out[edge:])
+            norms, _ = ops.quantize_max(x, self.bucket, self.bits, key, body)
         else:
             norms = ops.bucket_norms(x, self.bucket, self.norm)
-            ops.quantize(x, norms, self.bucket, self.bits, key, out[edge:])
-        out[:edge] = ops.to_bytes(norms)
-        return out
+            ops.quantize(x, norms, self.bucket, self.bits, key, body)
+        head[:] = ops.to_bytes(norms)
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
-        """Check quantized values like :meth:`decode`, but leave decoding to the function that writes them."""
-        codes, norms = self._parts(buffer, count, ops)
-        return Codes(codes, norms, self.bucket, self.bits, 0, count)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        """Decode quantized values. Damaged bytes of the right length decode to finite values.
-
-        Args:
-            buffer: uint8 [num_bytes(count)].
-            count: number of values.
-            ops: the array backend.
-
-        Returns:
-            float32 [count].
-
-        Raises:
-            WireError: the number of bytes is wrong.
-        """
-        codes, norms = self._parts(buffer, count, ops)
-        return ops.dequantize(codes, norms, self.bucket, self.bits, count)
-
-    def _parts(self, buffer: Array, count: int, ops: Ops) -> tuple[Array, Array]:
-        """Return the codes and the norms of ``count`` values."""
-        if len(buffer) != self.num_bytes(count):
-            raise WireError(f"received {len(buffer)} bytes of quantized values, expected {self.num_bytes(count)}")
-        edge = self._edge(count)
-        return buffer[edge:], ops.from_bytes(buffer[:edge], "float32")
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Codes:
+        return Codes(body, ops.from_bytes(head, "float32"), self.bucket, self.bits, 0, count)

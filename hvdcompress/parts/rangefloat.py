@@ -34,77 +34,35 @@ from dataclasses import dataclass
 
 from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.parts.sums import concatenate_into
-from hvdcompress.parts.wire import WireError
+from hvdcompress.parts.sums import Codec
 
 HEAD = 8  #: bytes of the range: max and −min
 SAMPLE = 1024  #: maximum number of values from which the mantissa is chosen
 
 
 @dataclass(frozen=True)
-class RangeFloatCodec:
+class RangeFloatCodec(Codec):
     """Codec that stores float32 values as floats of a few bits that cover only the range of the data."""
 
     bits: int = 8  #: N, bits per value, 2 to 24
     mantissa: int | None = None  #: m, mantissa bits, 1 to 22; None: chosen from the data
     code = 4
 
-    @property
-    def head(self) -> int:
-        """Number of bytes before the codes."""
+    def head_bytes(self, count: int) -> int:
         return HEAD + (self.mantissa is None)
 
-    def num_bytes(self, count: int) -> int:
-        """Return the bytes of ``count`` encoded values."""
-        return self.head + -(-count * self.bits // 8)
-
-    def encode(
-        self, x: Array, ctx: Context | None, work: Workspace, stream: int = 0, out: Array | None = None
-    ) -> Array:
-        """Encode values. The result is deterministic.
-
-        Args:
-            x: float32 [count].
-            ctx: not used.
-            work: the array ops.
-            stream: not used.
-            out: uint8 [num_bytes(count)] that receives the result; by default a new array.
-
-        Returns:
-            uint8 [num_bytes(count)].
-        """
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
         bounds = ops.float_bounds(x)  # [2] float32
         mantissa: int | Array | None = self.mantissa
-        head = [ops.to_bytes(bounds)]
+        head[:HEAD] = ops.to_bytes(bounds)
         if mantissa is None:
             # The stride is odd, so that the sample has both elements of interleaved pairs, such as FFT coefficients
             mantissa = ops.range_mantissa(x[:: -(-len(x) // SAMPLE) | 1], bounds, self.bits)  # [1] uint8
-            head.append(mantissa)
-        codes = ops.range_codes(x, bounds, self.bits, mantissa)  # [count] int32
-        return concatenate_into([*head, ops.pack_bits(codes, self.bits)], out, ops)
+            head[HEAD:] = mantissa
+        body[:] = ops.pack_bits(ops.range_codes(x, bounds, self.bits, mantissa), self.bits)
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
-        """Decode values, like :meth:`decode`: the array ops cannot decode this format while writing."""
-        return self.decode(buffer, count, ops)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        """Decode values. Damaged bytes of the right length decode to finite values.
-
-        Args:
-            buffer: uint8 [num_bytes(count)].
-            count: number of values.
-            ops: the array backend.
-
-        Returns:
-            float32 [count].
-
-        Raises:
-            WireError: the number of bytes is wrong.
-        """
-        if len(buffer) != self.num_bytes(count):
-            raise WireError(f"received {len(buffer)} bytes of range floats, expected {self.num_bytes(count)}")
-        bounds = ops.from_bytes(buffer[:HEAD], "float32")
-        mantissa = buffer[HEAD : self.head] if self.mantissa is None else self.mantissa
-        codes = ops.unpack_bits(buffer[self.head :], self.bits, count)
-        return ops.range_values(codes, bounds, self.bits, mantissa)
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Array:
+        mantissa = head[HEAD:] if self.mantissa is None else self.mantissa
+        codes = ops.unpack_bits(body, self.bits, count)
+        return ops.range_values(codes, ops.from_bytes(head[:HEAD], "float32"), self.bits, mantissa)

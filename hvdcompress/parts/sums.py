@@ -9,9 +9,10 @@ rounding error, too; rank r includes it in its own share, so that the shares sti
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,15 +33,37 @@ from hvdcompress.ops.vectors import Coded, Joined, Sum
 from hvdcompress.parts import wire
 
 
-class Codec(Protocol):
-    """Number format: encodes float32 [count] in a number of bytes that depends only on ``count``."""
+class Codec(ABC):
+    """Number format: encodes float32 [count] in a number of bytes that depends only on ``count``.
+
+    The payload consists of a head, such as the scales of the values, and ``bits`` bits per value.
+    """
 
     @property
+    @abstractmethod
     def code(self) -> int:
         """The id of the format in the wire header, 0 to 15."""
 
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Bits per value, without the head."""
+
+    def head_bytes(self, count: int) -> int:
+        """Return the bytes before the values."""
+        return 0
+
+    @abstractmethod
+    def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
+        """Encode values into the two parts of a payload; see :meth:`encode`."""
+
+    @abstractmethod
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Array | Coded:
+        """Return values [count] from the two parts of a payload; see :meth:`coded`."""
+
     def num_bytes(self, count: int) -> int:
         """Return the bytes of ``count`` encoded values."""
+        return self.head_bytes(count) + -(-count * self.bits // 8)
 
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         """Encode values.
@@ -55,6 +78,10 @@ class Codec(Protocol):
         Returns:
             uint8 [num_bytes(count)].
         """
+        out = work.ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
+        edge = self.head_bytes(len(x))
+        self.write(x, out[:edge], out[edge:], ctx, work, stream)
+        return out
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Array | Coded:
         """Check encoded values like :meth:`decode`, but leave decoding to the function that writes them, if possible.
@@ -68,36 +95,18 @@ class Codec(Protocol):
             The values [count]; already decoded if the array ops cannot decode the format while writing.
 
         Raises:
-            WireError: the bytes are not valid for this format.
+            WireError: the number of bytes is wrong.
         """
+        if len(buffer) != self.num_bytes(count):
+            raise wire.WireError(
+                f"received {len(buffer)} bytes of {count} encoded values, expected {self.num_bytes(count)}"
+            )
+        edge = self.head_bytes(count)
+        return self.read(buffer[:edge], buffer[edge:], count, ops)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        """Decode values.
-
-        Args:
-            buffer: uint8 [num_bytes(count)].
-            count: number of values.
-            ops: the array backend.
-
-        Returns:
-            float32 [count].
-
-        Raises:
-            WireError: the bytes are not valid for this format.
-        """
-
-
-def concatenate_into(parts: list[Array], out: Array | None, ops: Ops) -> Array:
-    """Concatenate the parts of a payload into ``out``, or into a new array if it is None, and return the result."""
-    if out is None:
-        return ops.concat(parts)
-    start = 0
-    for part in parts:
-        out[start : start + len(part)] = part
-        start += len(part)
-    if start != len(out):
-        raise ValueError(f"{start} bytes were written to a payload of {len(out)} bytes")
-    return out
+        """Decode values [count] float32; see :meth:`coded`. Damaged bytes of the right length give finite values."""
+        return ops.dense(self.coded(buffer, count, ops))
 
 
 def reduced_num_bytes(count: int, codec: Codec, route: Route, world_size: int) -> int:
@@ -194,34 +203,26 @@ class Quantizer(Method):
 
     def payload(self, ctx: Context, work: Workspace, like: Array) -> Array:
         """Return the reused payload buffer of the tensor with its header. The caller must write the codes."""
-        header = self._header(ctx.spec.size)
+        header = self._header(ctx)
         payload = work.buffer("payload", header.length, "uint8", like)
         payload[: wire.NUM_BYTES] = work.ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like)
         return payload
 
-    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Array:
-        ops = work.ops
+    def _header(self, ctx: Context) -> wire.Header:
         n = ctx.spec.size
-        return self.codec.decode(self.codes(payload, n, ops), n, ops)
-
-    def codes(self, payload: Array, n: int, ops: Ops) -> Array:
-        """Check the header of a payload and return the codes of n values, which follow it."""
-        wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), self._header(n))
-        return payload[wire.NUM_BYTES :]
-
-    def _header(self, n: int) -> wire.Header:
         return wire.Header(self.id, 0, self.codec.code, n, n, wire.NUM_BYTES + self.codec.num_bytes(n))
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
-        if self.route == "gather":
-            pieces = yield AllGather(self.encode(x, state, ctx, work), fixed_length=True)
-            return self.summed(pieces, x, ctx, work)
-        total, own = yield from scatter(x, self.codec, ctx, work)
-        return Reduced(total=total, own=own)
+    def coded(self, payload: Array, ctx: Context, ops: Ops) -> Array | Coded:
+        """Check a payload like :meth:`decode`, but leave decoding to the function that writes the values."""
+        wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), self._header(ctx))
+        return self.codec.coded(payload[wire.NUM_BYTES :], ctx.spec.size, ops)
 
-    def summed(self, pieces: list[Array], x: Array, ctx: Context, work: Workspace) -> Reduced:
-        """Add the payloads of all ranks, in rank order. ``x`` is this rank's input to the encoder."""
-        ops = work.ops
-        n = len(x)
-        shares = [self.codec.coded(self.codes(piece, n, ops), n, ops) for piece in pieces]
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Array:
+        return work.ops.dense(self.coded(payload, ctx, work.ops))
+
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        if self.route == "scatter":
+            return Reduced(*(yield from scatter(x, self.codec, ctx, work)))
+        pieces = yield AllGather(self.encode(x, state, ctx, work), fixed_length=True)
+        shares = [self.coded(piece, ctx, work.ops) for piece in pieces]
         return Reduced(total=Sum(shares), own=shares[ctx.rank])
