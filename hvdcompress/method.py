@@ -279,6 +279,12 @@ def _not_bool(value: object) -> object:
     return value
 
 
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
 def _known_values(name: str) -> str:
     """Reject unknown names of value formats; ``rangefloat10m6`` has 10 bits per value, 6 of them mantissa."""
     levels = r"int4|int8|fp8_e4m3|fp8_e5m2|dynamic8|natural4?"
@@ -292,6 +298,7 @@ def _known_values(name: str) -> str:
 
 
 Number = BeforeValidator(_not_bool)
+PowerOfTwo = AfterValidator(_power_of_two)
 Density = Annotated[float, Number, Field(gt=0.0, ge=1e-12, le=1.0)]  #: kept elements / all elements; one at least
 Fraction = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: a number in (0, 1]
 Momentum = Annotated[float, Number, Field(ge=0.0, lt=1.0)]  #: a number in [0, 1)

@@ -33,31 +33,6 @@ if TYPE_CHECKING:
     from hvdcompress.methods.terngrad import TernGrad
     from hvdcompress.methods.topk import TopK
 
-#: Module of each class. ``__getattr__`` imports it on first use, so that importing this package stays fast.
-_MODULES = {
-    "ACPSGD": "acpsgd",
-    "ARCTopK": "arctopk",
-    "Bf16": "bf16",
-    "Blockwise": "blockwise",
-    "Dense": "none",
-    "DGC": "dgc",
-    "FFT": "fft",
-    "Fp16": "fp16",
-    "GaussianK": "gaussiank",
-    "GradiVeQ": "gradiveq",
-    "GTopK": "gtopk",
-    "Natural": "natural",
-    "OkTopk": "oktopk",
-    "OneBit": "onebit",
-    "PowerSGD": "powersgd",
-    "QSGD": "qsgd",
-    "RandomK": "randomk",
-    "RedSync": "redsync",
-    "ScaleCom": "scalecom",
-    "SignSGD": "signsgd",
-    "TernGrad": "terngrad",
-    "TopK": "topk",
-}
 __all__ = [
     "ACPSGD",
     "DGC",
@@ -85,8 +60,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    """Import the class on first use, so that importing this package stays fast."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    cls = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    module = "none" if name == "Dense" else name.lower()
+    cls = getattr(import_module(f"{__name__}.{module}"), name)
     globals()[name] = cls
     return cls

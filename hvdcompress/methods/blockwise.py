@@ -58,7 +58,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from hvdcompress.method import (
     Array,
@@ -66,6 +66,7 @@ from hvdcompress.method import (
     Context,
     FeedbackName,
     Number,
+    PowerOfTwo,
     Reduced,
     Route,
     TensorSpec,
@@ -74,12 +75,6 @@ from hvdcompress.method import (
 )
 from hvdcompress.parts import rotation, sums
 from hvdcompress.parts.levels import BLOCK, LevelCodec, Rounding
-
-
-def _power_of_two(block: int) -> int:
-    if block & (block - 1):
-        raise ValueError("must be a power of two")
-    return block
 
 
 @method
@@ -99,7 +94,7 @@ class Blockwise(sums.Quantizer):
     values: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "natural4"] = "int8"
     """Levels of a value: 8-bit or 4-bit integers, 8-bit floats with 4 or 5 bits of exponent, a dynamic
     tree of 8 bits, or powers of two in 4 bits."""
-    block: Annotated[int, Number, Field(ge=4), AfterValidator(_power_of_two)] = BLOCK
+    block: Annotated[int, Number, Field(ge=4), PowerOfTwo] = BLOCK
     """Number of values that share a scale, a power of two."""
     rounding: Rounding = "nearest"
     """How values are rounded. "nearest": to the nearest level. "stochastic": to one of the two nearest, unbiased."""

@@ -58,7 +58,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from hvdcompress.method import (
     AllGather,
@@ -68,6 +68,7 @@ from hvdcompress.method import (
     Density,
     Method,
     Number,
+    PowerOfTwo,
     Reduced,
     Sparse,
     TensorSpec,
@@ -79,12 +80,6 @@ from hvdcompress.ops.shared import bins
 from hvdcompress.ops.vectors import FP32_MAX, Spectra
 from hvdcompress.parts import matrices, pack, select
 from hvdcompress.parts.codecs import codec
-
-
-def _power_of_two(block: int) -> int:
-    if block < 0 or block & (block - 1):
-        raise ValueError("must be a power of two, or 0 for the whole tensor")
-    return block
 
 
 @method
@@ -100,7 +95,7 @@ class FFT(Method):
     """Fraction of the frequencies that each rank sends, 1 − θ."""
     values: Values = "rangefloat10"
     """Number format of real and imaginary parts."""
-    block: Annotated[int, Number, AfterValidator(_power_of_two)] = 4096
+    block: Annotated[int, Number, Field(ge=0), PowerOfTwo] = 4096
     """Number of elements per FFT, a power of two; 0: one FFT of the whole tensor."""
     order: Literal["stored", "filters"] = "stored"
     """Order of a convolution's elements before the FFT. "stored": as in memory. "filters": the same weight of all

@@ -110,17 +110,17 @@ class GaussianK(Method):
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
         ops = work.ops
-        kept = 0
-
-        def choose(part: Array, index: int) -> Sparse:
-            nonlocal kept
-            chosen = self.choose(part, index, ctx, work)
+        found = []
+        kept = start = 0
+        for number, size in enumerate(self.parts(ctx.spec)):
+            chosen = self.choose(x[start : start + size], number, ctx, work)
+            index, values = select.pad(chosen, select.capacity(self.density, size), ops)
+            found.append(Sparse(index + start, values))
             kept += len(chosen.index)
-            return select.pad(chosen, select.capacity(self.density, len(part)), ops)
-
-        chosen = select.in_parts(x, self.parts(ctx.spec), choose, ops)
+            start += size
         work.counters["kept"] = kept
-        return pack.encode(chosen, self.packing(ctx.spec), ctx, work)
+        whole = Sparse(ops.concat([part.index for part in found]), ops.concat([part.values for part in found]))
+        return pack.encode(whole, self.packing(ctx.spec), ctx, work)
 
     def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
         return pack.decode(payload, self.capacity(ctx.spec), self.packing(ctx.spec), work.ops)

@@ -31,9 +31,7 @@ magnitudes beyond 3.4e38·k/n become Inf.
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import model_validator
+from typing import ClassVar
 
 from hvdcompress.method import (
     Array,
@@ -59,6 +57,7 @@ class RandomK(Method):
     paper = "Stich et al. 2018 (arXiv 1809.07599); Konečný et al. 2016 (arXiv 1610.05492)"
     sends = "k values, summed; no index"
     sparse = True
+    needs: ClassVar = {"unbiased": ("feedback", ("none",))}
 
     density: Density = 0.01
     """Fraction of the elements that each rank sends, k / n."""
@@ -67,12 +66,6 @@ class RandomK(Method):
     unbiased: bool = False
     """Whether values are scaled by n/k; only with feedback "none"."""
     feedback: FeedbackName = "plain"
-
-    @model_validator(mode="after")
-    def _check_unbiased(self) -> Self:
-        if self.unbiased and self.feedback != "none":
-            raise ValueError('unbiased: true needs feedback: "none", because values are never scaled with feedback')
-        return self
 
     def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world_size)

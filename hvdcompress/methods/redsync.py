@@ -79,7 +79,6 @@ from hvdcompress.method import (
     method,
 )
 from hvdcompress.ops.scan import NOTHING, Scan
-from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, pack, select
 from hvdcompress.parts.candidates import Elements
 from hvdcompress.parts.select import Wanted
@@ -139,7 +138,8 @@ class RedSync(Method):
         padded = select.pad(chosen, self.wanted(ctx.spec.size).most, ops)
         pieces = yield AllGather(pack.encode(padded, self.packing(ctx.spec), ctx, work), fixed_length=True)
         shares = [self.decode(piece, ctx, work) for piece in pieces]
-        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank], state=self.new_state(threshold, x, ops))
+        new = dict.fromkeys(self.state(ctx.spec), ops.asarray(np.array([threshold], np.float32), like=x))
+        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank], state=new)
 
     def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
         return pack.decode(payload, self.wanted(ctx.spec.size).most, self.packing(ctx.spec), work.ops)
@@ -149,14 +149,6 @@ class RedSync(Method):
         if self.select == "trimmed" or ctx.step % self.interval == 0:
             return UNKNOWN
         return np.float32(work.ops.max_abs(state["threshold"]))
-
-    def new_state(self, threshold: np.float32, like: Array, ops: Ops) -> dict[str, Array]:
-        """Return the state with this step's threshold, on the device of ``like``."""
-        if self.select == "trimmed":
-            return {}
-        slot = ops.zeros(1, "float32", like)
-        ops.fill(slot, float(threshold))
-        return {"threshold": slot}
 
     def choose(self, x: Array, reused: np.float32, ctx: Context, work: Workspace) -> tuple[Sparse, np.float32]:
         """Select the elements to send.

@@ -160,17 +160,12 @@ class ScaleCom(Method):
             n = ctx.spec.size
             index = select.largest(x, counts, ctx, work).index
             return pack.encode_index(index, pack.best_coding(sum(counts), n), n, ops)
-        scanned = [part.offsets for part in work.scanned or ()]
-        if not scanned or scanned[0] is None:
-            scanned = self.offsets(x, ctx.spec, ops)
-        offsets = ops.concat(scanned)  # [k] int32, each below C
-        return pack.padded(ops.pack_bits(offsets, self.index_width()), ops)
-
-    def offsets(self, x: Array, spec: TensorSpec, ops: Ops) -> list[Array]:
-        """Return, for each tensor of the bucket, the offset of the largest |x| in each chunk."""
-        stops = itertools.accumulate(spec.parts)
-        parts = [x[stop - size : stop] for stop, size in zip(stops, spec.parts, strict=True)]
-        return [ops.chunk_argmax(part, select.chunk_size(self.density)) for part in parts]
+        offsets = [part.offsets for part in work.scanned or ()]  # of the largest |x| in each chunk, for each tensor
+        if not offsets or offsets[0] is None:
+            stops = itertools.accumulate(ctx.spec.parts)
+            parts = [x[stop - size : stop] for stop, size in zip(stops, ctx.spec.parts, strict=True)]
+            offsets = [ops.chunk_argmax(part, select.chunk_size(self.density)) for part in parts]
+        return pack.padded(ops.pack_bits(ops.concat(offsets), self.index_width()), ops)
 
     def decode_index(self, packed: Array, spec: TensorSpec, ops: Ops) -> Array:
         """Decode the leader's indices [k], ascending."""

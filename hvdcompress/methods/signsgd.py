@@ -46,7 +46,6 @@ from hvdcompress.method import Array, Context, FeedbackName, Workspace, method
 from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Codes
-from hvdcompress.parts import wire
 from hvdcompress.parts.sums import Codec, Quantizer
 
 
@@ -62,8 +61,13 @@ class SignCodec(Codec):
 
     def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
-        head[:] = ops.to_bytes(ops.bucket_norms(x, len(x), "mean"))  # ‖x‖₁/n [1]; [0] if x is empty
-        body[:] = ops.pack_signs(x)
+        # The pass that added gradient and residual may have computed both
+        signs, mean = (work.scanned and work.scanned[0].signs) or (
+            ops.pack_signs(x),
+            ops.bucket_norms(x, len(x), "mean"),
+        )
+        head[:] = ops.to_bytes(mean)  # ‖x‖₁/n [1]; [0] if x is empty
+        body[:] = signs
 
     def read(self, head: Array, body: Array, count: int, ops: Ops) -> Codes:
         return Codes(body, ops.from_bytes(head, "float32"), max(count, 1), 1, 0, count)
@@ -86,13 +90,3 @@ class SignSGD(Quantizer):
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         return Scan(signs=self.route == "gather" and len(ctx.spec.parts) == 1 and ctx.spec.size > 0)
-
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
-        scanned = work.scanned[0].signs if work.scanned else None
-        if scanned is None:
-            return super().encode(x, state, ctx, work)
-        ops = work.ops
-        signs, mean = scanned  # from the pass that added gradient and residual
-        payload = self.payload(ctx, work, like=x)
-        ops.concat([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :])
-        return payload

@@ -25,7 +25,7 @@ from typing import Any
 from hvdcompress.method import AllReduce, Array, Context, Values, Workspace
 from hvdcompress.ops.scan import Halves
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Half
+from hvdcompress.ops.vectors import Coded, Half
 from hvdcompress.parts import sums
 from hvdcompress.parts.levels import FORMATS, LevelCodec
 from hvdcompress.parts.quantize import StochasticCodec
@@ -122,8 +122,7 @@ class InParts(Codec):
     def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         before = 0
         for member, (values, place) in zip(ctx.spec.members, self.spans, strict=True):
-            if before < place.start:
-                work.ops.fill(body[before : place.start], 0)
+            work.ops.fill(body[before : place.start], 0)
             self.codec.encode(x[values], replace(ctx, spec=member), work, stream, body[place])
             before = place.stop
 
@@ -183,8 +182,6 @@ def all_reduce(
     """
     if values == "fp32":
         return (yield AllReduce(x)), x
-    total: Any
-    own: Any
     if values == "fp16":
         total, own = yield from sum_of_halves(x, ctx, work, stream)
     else:
@@ -201,7 +198,7 @@ def halves(n: int, ctx: Context, work: Workspace, like: Array, stream: int = 0) 
 
 def sum_of_halves(
     x: Array, ctx: Context, work: Workspace, stream: int = 0, saturated: Any = None
-) -> Generator[Any, Any, tuple[Half, Half | None]]:
+) -> Generator[Any, Any, tuple[Coded, Coded | None]]:
     """Sum ``x`` over ranks in fp16, as :func:`all_reduce` does, but return sum and share in fp16.
 
     Args:

@@ -174,18 +174,16 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     coding = best_coding(k, packing.positions, packing.distinct)
     header = _header(k, packing)
     # Every section is written directly into the payload, which is a reused buffer: no concatenation
-    new = work.buffer if keep else lambda name, n, dtype, like: ops.zeros(n, dtype, like)
-    payload = new("payload", header.length, "uint8", chosen.values)
-    numbers = packing.codec
-    width = numbers.num_bytes(packing.per * k)
-    stop = header.length
-    edge = stop - aligned(width)
+    if keep:
+        payload = work.buffer("payload", header.length, "uint8", chosen.values)
+    else:
+        payload = ops.zeros(header.length, "uint8", chosen.values)
+    edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.positions)
+    stop = edge + packing.codec.num_bytes(packing.per * k)
     ops.concat([ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=payload)], payload[: wire.NUM_BYTES])
     encode_index(chosen.index, coding, packing.positions, ops, payload[wire.NUM_BYTES : edge])
-    numbers.encode(chosen.values, ctx, work, out=payload[edge : edge + width])
-    # The padding must be zero, because payloads have to be reproducible byte by byte
-    if edge + width < stop:
-        ops.fill(payload[edge + width :], 0)
+    packing.codec.encode(chosen.values, ctx, work, out=payload[edge:stop])
+    ops.fill(payload[stop:], 0)  # payloads have to be reproducible byte by byte
     return payload
 
 
@@ -211,7 +209,6 @@ def decode(payload: Array, k: int | None, packing: Packing, ops: Ops) -> Sparse:
     wire.check(head, len(payload), _header(k, packing))
     edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.positions)
     index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.positions, ops)
-    numbers = packing.codec
     count = packing.per * k
-    width = numbers.num_bytes(count)
-    return Sparse(index, numbers.decode(payload[edge : edge + width], count, ops))
+    stop = edge + packing.codec.num_bytes(count)
+    return Sparse(index, packing.codec.decode(payload[edge:stop], count, ops))

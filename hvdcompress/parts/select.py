@@ -90,27 +90,6 @@ def largest(x: Array, counts: Sequence[int], ctx: Context, work: Workspace) -> S
     return chosen
 
 
-def in_parts(x: Array, sizes: Sequence[int], choose: Callable[[Array, int], Sparse], ops: Ops) -> Sparse:
-    """Select elements in each of the consecutive parts of a vector.
-
-    Args:
-        x: [n].
-        sizes: number of elements of each part.
-        choose: function (part, index of the part) -> elements of the part.
-        ops: the array backend.
-
-    Returns:
-        The elements of the vector, part by part.
-    """
-    found = []
-    start = 0
-    for number, size in enumerate(sizes):
-        index, values = choose(x[start : start + size], number)
-        found.append(Sparse(index + start if start else index, values))
-        start += size
-    return found[0] if len(found) == 1 else Sparse(*(ops.concat(list(each)) for each in zip(*found, strict=True)))
-
-
 def elements_of_rows(chosen: Array, m: int, n: int, like: Array, ops: Ops) -> Array:
     """Return the indices of all elements of some rows of ``m`` elements, and of the n mod m after the last row.
 

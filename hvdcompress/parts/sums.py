@@ -118,7 +118,7 @@ def reduced_num_bytes(count: int, codec: Codec, route: Route, world_size: int) -
 
 def scatter(
     x: Array, codec: Codec, ctx: Context, work: Workspace, stream: int = 0
-) -> Generator[Any, Any, tuple[Joined, Any]]:
+) -> Generator[Any, Any, tuple[Coded, Coded | None]]:
     """Sum ``x`` over ranks by scatter-reduce.
 
     Args:
@@ -148,8 +148,7 @@ def scatter(
     def written(values: Array, number: int, out: Array) -> None:
         edge = codec.num_bytes(len(values))
         codec.encode(values, ctx, work, first + number, out[:edge])
-        if edge < width:
-            ops.fill(out[edge:], 0)
+        ops.fill(out[edge:], 0)
 
     def read(piece: Array, count: int) -> Any:
         # Shards have no header, and on networks that gather unequal lengths a peer may send any number of bytes
@@ -197,15 +196,10 @@ class Quantizer(Method):
         return reduced_num_bytes(spec.size, self.codec, self.route, world_size)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
-        payload = self.payload(ctx, work, like=x)
-        self.codec.encode(x, ctx, work, out=payload[wire.NUM_BYTES :])
-        return payload
-
-    def payload(self, ctx: Context, work: Workspace, like: Array) -> Array:
-        """Return the reused payload buffer of the tensor with its header. The caller must write the codes."""
         header = self._header(ctx)
-        payload = work.buffer("payload", header.length, "uint8", like)
-        payload[: wire.NUM_BYTES] = work.ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like)
+        payload = work.buffer("payload", header.length, "uint8", x)
+        payload[: wire.NUM_BYTES] = work.ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=x)
+        self.codec.encode(x, ctx, work, out=payload[wire.NUM_BYTES :])
         return payload
 
     def _header(self, ctx: Context) -> wire.Header:
