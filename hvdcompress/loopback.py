@@ -9,10 +9,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, cast
 
@@ -107,18 +106,18 @@ class Loopback:
         buckets = self._buckets(self._specs(gradients, op))
         scale = evaluate_loss_scale(self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
-        networks = _Networks(self.world_size, self.nodes, self._carry_out)
+        network = _Network(self._carry_out)
         steps: list[Step] = []
         for rank in self.ranks:
             rank.begin_round()
-            collectives = networks.of_rank(rank.rank, rank.observers)
+            collectives = network.of_rank(rank, self.world_size, self.nodes)
             step = Step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
             step.loss_scale = scale
             step.factor = 1.0 / self.world_size if op == "average" else 1.0
             steps.append(step)
         try:
             for bucket in buckets:
-                self._exchange(bucket, networks, steps, gradients, outs)
+                self._exchange(bucket, network, steps, gradients, outs)
             reduced = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
             local_size = self.nodes.local_size if self.nodes else 1
             verify.compare([step.checksums for step in steps], self.ranks[0].steps_done(), local_size)
@@ -136,7 +135,7 @@ class Loopback:
     def _exchange(
         self,
         bucket: Bucket,
-        networks: _Networks,
+        network: _Network,
         steps: Sequence[Step],
         gradients: Sequence[Mapping[str, np.ndarray]],
         outs: Sequence[Mapping[str, np.ndarray]],
@@ -150,7 +149,7 @@ class Loopback:
             outs_of_bucket = [out[m.name].reshape(-1) for m in bucket.members]
             step.add(bucket, indices, self._of_ops(members), self._of_ops(outs_of_bucket))
         while any(step.is_busy for step in steps):
-            if not networks.have_results():
+            if not network.results:
                 raise RuntimeError(f"{bucket.spec.name!r}: not all ranks yielded a collective in the same round")
             for step in steps:
                 step.advance_ready()
@@ -234,7 +233,7 @@ class Loopback:
             yield
 
     def residual(self, name: str, rank: int) -> np.ndarray:
-        """Return a rank's residual of one tensor, in the tensor's shape; zeros if the method keeps none.
+        """Return a copy of a rank's residual of one tensor, in the tensor's shape; zeros if the method keeps none.
 
         Raises:
             KeyError: no tensor of that name was reduced.
@@ -242,7 +241,7 @@ class Loopback:
         state, index = self.ranks[rank].find(name)
         shape = state.bucket.members[index].shape
         residual = self.ranks[rank].residual(name)
-        return np.zeros(shape, np.float32) if residual is None else np.asarray(residual).reshape(shape)
+        return np.zeros(shape, np.float32) if residual is None else np.array(residual).reshape(shape)
 
     def _specs(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op) -> dict[str, TensorSpec]:
         if op not in ("average", "sum"):
@@ -363,83 +362,65 @@ class _Framework(Framework):
         return self._ops
 
 
+@dataclass
 class _Network:
-    """Connects some ranks: performs a collective once all ranks have started it."""
+    """The collectives of one step that not all ranks have started, and the results that ranks have not taken.
 
-    def __init__(self, world_size: int, carry_out: Callable[[str, Sequence[Request]], list[Array]]):
-        self.world_size = world_size
-        self.carry_out = carry_out
-        self.requests: dict[str, dict[int, Request]] = {}
-        self.results: dict[tuple[str, int], Array] = {}
+    Keys begin with the name of the group of ranks: all of them or, with two levels, those inside or between nodes.
+    """
 
-    def start(self, name: str, rank: int, request: Request) -> None:
-        requests = self.requests.setdefault(name, {})
-        requests[rank] = request
-        if len(requests) == self.world_size:
-            del self.requests[name]
-            tensor = name.rpartition(".")[0]
-            for number, result in enumerate(self.carry_out(tensor, [requests[r] for r in range(self.world_size)])):
-                self.results[name, number] = result
+    carry_out: Callable[[str, Sequence[Request]], list[Array]]
+    requests: dict[tuple[str, str], dict[int, Request]] = field(default_factory=dict)
+    results: dict[tuple[str, str, int], Array] = field(default_factory=dict)
 
-
-class _Networks:
-    """The networks of all ranks: one for the world and, with two levels, those inside and between nodes."""
-
-    def __init__(
-        self, world_size: int, nodes: Nodes | None, carry_out: Callable[[str, Sequence[Request]], list[Array]]
-    ):
-        self.nodes = nodes
-        self.world = _Network(world_size, carry_out)
-        self.parts: list[list[_Network]] = []  # to the owner, by node; between nodes, by local rank; from the owner
-        if nodes:
-            inside, between = nodes.local_size, nodes.num_nodes
-            sizes = ([inside] * nodes.num_nodes, [between] * nodes.local_size, [inside] * nodes.num_nodes)
-            self.parts = [[_Network(size, carry_out) for size in part] for part in sizes]
-
-    def of_rank(self, rank: int, observers: Sequence[Observer]) -> Collectives | Levels:
+    def of_rank(self, rank: RankState, world_size: int, nodes: Nodes | None) -> Collectives | Levels:
         """Return the collectives of a rank."""
-        world = _Transport(rank, self.world)
-        if self.nodes is None:
-            return Collectives(world, observers)
-        node = self.nodes.node_of(rank)
-        local_rank = self.nodes.local_rank(rank)
-        to_owner, between, from_owner = self.parts
+        world = _Transport(self, "world", rank.rank, world_size)
+        if nodes is None:
+            return Collectives(world, rank.observers)
+        node, local_rank = nodes.node_of(rank.rank), nodes.local_rank(rank.rank)
         parts = (
-            _Transport(local_rank, to_owner[node]),
-            _Transport(node, between[local_rank]),
-            _Transport(local_rank, from_owner[node]),
+            _Transport(self, f"to the owner on node {node}", local_rank, nodes.local_size),
+            _Transport(self, f"between nodes, {local_rank}", node, nodes.num_nodes),
+            _Transport(self, f"from the owner on node {node}", local_rank, nodes.local_size),
         )
-        return Levels.over(world, parts, observers)
-
-    def have_results(self) -> bool:
-        """Return whether a rank has not taken a result."""
-        return any(network.results for network in (self.world, *itertools.chain.from_iterable(self.parts)))
+        return Levels.over(world, parts, rank.observers)
 
 
 class _Transport:
-    """Transport of one rank. A handle is the name of a collective."""
+    """Transport of one rank of a group. It performs a collective when all ranks of the group have started it.
+
+    A handle is the name of a collective.
+    """
 
     ordered = False
     native_broadcast = True
     variable_lengths = True
 
-    def __init__(self, rank: int, network: _Network):
-        self.rank = rank
-        self.world_size = network.world_size
+    def __init__(self, network: _Network, group: str, rank: int, world_size: int):
         self.network = network
+        self.group = group
+        self.rank = rank
+        self.world_size = world_size
 
     def start(self, name: str, request: Request) -> str:
         """Start a collective."""
-        self.network.start(name, self.rank, request)
+        requests = self.network.requests.setdefault((self.group, name), {})
+        requests[self.rank] = request
+        if len(requests) == self.world_size:
+            del self.network.requests[self.group, name]
+            in_order = [requests[rank] for rank in range(self.world_size)]
+            for rank, result in enumerate(self.network.carry_out(name.rpartition(".")[0], in_order)):
+                self.network.results[self.group, name, rank] = result
         return name
 
     def ready(self, handle: str) -> bool:
         """Return whether all ranks have started the collective."""
-        return (handle, self.rank) in self.network.results
+        return (self.group, handle, self.rank) in self.network.results
 
     def wait(self, handle: str) -> Array:
         """Return the result."""
-        return self.network.results.pop((handle, self.rank))
+        return self.network.results.pop((self.group, handle, self.rank))
 
     def idle(self, handle: str) -> None:
         """Raise an error: in lockstep, no rank ever waits.

@@ -1,6 +1,6 @@
 """Make the golden case that a method must have.
 
-    python tests/make_golden.py topk          # or several ids; without any: what is missing
+    python -m tests.make_golden topk          # or several ids; without any: what is missing
 
 A golden case pins a method down to the byte: what each rank sends in each collective, the results, and
 the residuals, for 3 steps in a world of 3. Its gradients come from the package's own integer hash. Look
@@ -19,10 +19,11 @@ import numpy as np
 import hvdcompress
 from hvdcompress import registry
 from hvdcompress.method import TensorSpec
-from hvdcompress.testing import Trial, numbers, variants
+from hvdcompress.testing import Trial, numbers
+from tests.variants import variants
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = "python tests/make_golden.py"
+COMMAND = "python -m tests.make_golden"
 WORLD, STEPS = 3, 3
 SHAPES = {"a": (5, 7), "b": (12,)}
 CONVOLUTIONS = {"b": (12,), "c": (2, 3, 2, 2)}  # for a method that suits none of these

@@ -61,11 +61,8 @@ class SignCodec(Codec):
 
     def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
-        # The pass that added gradient and residual may have computed both
-        signs, mean = (work.scanned and work.scanned[0].signs) or (
-            ops.pack_signs(x),
-            ops.bucket_norms(x, len(x), "mean"),
-        )
+        scanned = work.scanned[0].signs if work.scanned else None  # from the pass that added gradient and residual
+        signs, mean = scanned or (ops.pack_signs(x), ops.bucket_norms(x, len(x), "mean"))
         head[:] = ops.to_bytes(mean)  # ‖x‖₁/n [1]; [0] if x is empty
         body[:] = signs
 

@@ -14,9 +14,9 @@ be registered; if it is, its round trip through a plan is checked, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Unpack
 
 from hvdcompress.method import Method
+from hvdcompress.ops.spec import Ops
 from hvdcompress.testing.exchange_checks import (
     check_bytes,
     check_collectives,
@@ -36,13 +36,12 @@ from hvdcompress.testing.result_checks import (
     check_unbiased,
     check_value,
 )
-from hvdcompress.testing.trial import Case, Collective, Settings, Trial, backends, numbers, plan_for, variants
+from hvdcompress.testing.trial import Case, Collective, Trial, backends, numbers, plan_for
 
 __all__ = [
     "CHECKS",
     "Case",
     "Collective",
-    "Settings",
     "Trial",
     "backends",
     "check_bytes",
@@ -63,7 +62,6 @@ __all__ = [
     "check_wire",
     "numbers",
     "plan_for",
-    "variants",
 ]
 
 
@@ -75,21 +73,18 @@ CHECKS: tuple[Check, ...] = (
 )  # fmt: skip
 """Every check, in the order in which :func:`check_method` runs them."""
 
-#: Relative errors to allow by number format. The all-reduce rounds fp16 sums, and no residual contains this error
-ROUNDING = {"fp16": 2.0**-9}
-
-
-def rounding_of(method: Method) -> float:
-    """Return the relative rounding error to allow in sums of the method's values, by its id or its ``values``."""
-    return max((ROUNDING.get(str(word), 1e-5) for word in (method.id, getattr(method, "values", ""))), default=1e-5)
-
 
 def check_method(
     method: Method,
     *,
     world_sizes: Sequence[int] = (1, 2, 3, 5),
     checks: Sequence[Check] = CHECKS,
-    **settings: Unpack[Settings],
+    sizes: Sequence[int] = (0, 1, 2, 7, 97, 1000),
+    steps: int = 4,
+    ops: Ops | None = None,
+    rounding: float | None = None,
+    unbiased: bool | None = None,
+    seed: int = 0,
 ) -> None:
     """Check that a method conforms to the contract of ``hvdcompress/method.py``.
 
@@ -97,10 +92,13 @@ def check_method(
         method: the method, with the hyper-parameters to check.
         world_sizes: numbers of ranks to try.
         checks: the checks to run (default: all).
-        **settings: fields of :class:`Settings`: ``sizes`` (default: 0 to 1000 elements), ``steps`` (default: 4),
-            ``ops`` (default: the array ops of the CPU drivers), ``rounding`` (default: by the number format of the
-            method's ``values``), ``unbiased`` (default: the method's attribute ``unbiased``, else False), ``seed``
-            (default: 0).
+        sizes: numbers of elements to try.
+        steps: steps per run. A method with phases needs enough steps to reach all of them.
+        ops: the array ops, one of :func:`backends`; by default those of the CPU drivers.
+        rounding: relative rounding error to allow in one sum of decoded values; by default that of the method's
+            number format.
+        unbiased: whether results are unbiased; by default the method's attribute ``unbiased``, else False.
+        seed: seed of the method's random numbers and of the data.
 
     Raises:
         AssertionError: a check failed; the message has the method, the check, the number of ranks and the failure.
@@ -109,12 +107,14 @@ def check_method(
     if not isinstance(method, Method):
         made = f"{method.__name__}()" if isinstance(method, type) else "an object such as RoundRobin()"
         raise TypeError(f"check_method() got {method!r}; pass {made}")
-    settings.setdefault("rounding", rounding_of(method))
-    settings.setdefault("unbiased", bool(getattr(method, "unbiased", False)))
+    if rounding is None:  # the all-reduce rounds fp16 sums, and no residual contains this error
+        rounding = 2.0**-9 if "fp16" in (method.id, getattr(method, "values", "")) else 1e-5
+    if unbiased is None:
+        unbiased = getattr(method, "unbiased", False)
     for world_size in world_sizes:
         for check in checks:
             try:
-                check(Case(method, world_size, **settings))
+                check(Case(method, world_size, sizes, steps, ops, rounding, unbiased, seed))
             except Exception as error:
                 kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
                 text = f"{method} fails {check.__name__} with {world_size} ranks: {kind}{error}"

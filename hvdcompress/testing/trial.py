@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import numpy as np
 
-from hvdcompress import registry
 from hvdcompress.engine.lockstep import to_numpy
 from hvdcompress.engine.transport import Request
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Density, Method, TensorSpec, Values
+from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import seed
-from hvdcompress.plan import BY_NAME, Bucket, Grouping, Plan, Program, plan_of
+from hvdcompress.plan import Grouping, Plan, plan_of
 
 Array = np.ndarray[Any, Any]
 
@@ -98,32 +96,7 @@ COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather", "all_to_all
 
 def plan_for(method: Method | Plan, **settings: Any) -> Plan:
     """Return a plan that uses ``method`` for tensors of any size. The method need not be registered."""
-    if isinstance(method, Plan):
-        return method
-    settings = {"min_elements": 0, **settings}
-    if registry.classes().get(method.id) is type(method):
-        return plan_of(method, **settings)
-    return Plan(Program(((0, method),)), source=json.dumps({"method": method.id}), **settings)
-
-
-@dataclass(frozen=True)
-class Grouped(Plan):
-    """A plan that groups tensors into buckets as a driver does, although the loopback network does not ask for it.
-
-    ``Grouped.of(plan)`` makes one from any plan.
-    """
-
-    network: Grouping = BY_NAME
-
-    @classmethod
-    def of(cls, plan: Plan, network: Grouping = BY_NAME) -> Plan:
-        """Return a copy of the plan that groups tensors as ``network`` says."""
-        given = {each.name: getattr(plan, each.name) for each in fields(plan)}
-        return cls(**{**given, "network": network})
-
-    def buckets(self, specs: Any, grouping: Grouping | None = None, ages: Any = None) -> list[Bucket]:
-        """Return the buckets for all tensors of a step; see :meth:`Plan.buckets`."""
-        return super().buckets(specs, grouping or self.network, ages)
+    return method if isinstance(method, Plan) else plan_of(method, **{"min_elements": 0, **settings})
 
 
 class Trial(Loopback):
@@ -136,6 +109,7 @@ class Trial(Loopback):
         world_size: number of ranks.
         ops: the array ops, one of :func:`backends` (default: those of the CPU drivers).
         loss_scale: the loss scale, or a function that returns it.
+        grouping: how tensors are grouped into buckets; by default they are not.
         **settings: plan keys.
 
     Attributes:
@@ -143,9 +117,17 @@ class Trial(Loopback):
     """
 
     def __init__(
-        self, method: Method | Plan, world_size: int, *, ops: Ops | None = None, loss_scale: Any = 1.0, **settings: Any
+        self,
+        method: Method | Plan,
+        world_size: int,
+        *,
+        ops: Ops | None = None,
+        loss_scale: Any = 1.0,
+        grouping: Grouping | None = None,
+        **settings: Any,
     ):
-        super().__init__(plan_for(method, **settings), world_size, loss_scale=loss_scale, ops=ops)
+        plan = plan_for(method, **settings)
+        super().__init__(plan, world_size, loss_scale=loss_scale, ops=ops, grouping=grouping)
         self.log: list[Collective] = []
 
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Any]:
@@ -187,10 +169,6 @@ class Trial(Loopback):
             buckets = rank.group(specs, self.grouping, {})
             rank.load_state_dict(state, buckets)
 
-    def residual(self, name: str, rank: int) -> Array:
-        """Return a copy of a rank's residual of a tensor, as a numpy array."""
-        return super().residual(name, rank).copy()
-
 
 def _numpy_tree(value: Any) -> Any:
     """Convert the tensors in nested dictionaries to numpy arrays."""
@@ -215,92 +193,21 @@ def backends() -> dict[str, Ops]:
     return found
 
 
-# -- hyper-parameters -------------------------------------------------------------------------------------
-
-
-VALUES = ("fp32", "fp16", "bf16", "qsgd4", "rangefloat8", "qsgd2", "rangefloat11m5")  #: number formats to try
-
-
-def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, Any]]:
-    """Return settings that together use every value of a method's options at least once.
-
-    The values follow from the types of the fields: each choice, each flag, the densities 1, 0.34 and 1e-9, and feedback
-    none, plain and low-pass with each number format. Combinations that the method refuses are left out.
-
-    Args:
-        cls: the method's class.
-        density: the default density, for methods that have this field.
-
-    Returns:
-        Settings by a readable name, such as "density=0.06,values=fp16".
-    """
-    hints = get_type_hints(cls, include_extras=True)
-    names = [f.name for f in fields(cls) if f.name not in ("beta", "momentum", "optimizer_momentum")]
-    base = {"density": density} if "density" in names else {}
-    wanted: list[dict[str, Any]] = [{}, base, {**base, "feedback": "lowpass", "beta": 0.3}]
-    wanted += [{**base, **example} for example in cls.examples]
-    for name in names:
-        options: Sequence[Any] = ()
-        if get_origin(hints[name]) is Literal:
-            options = get_args(hints[name])
-        elif hints[name] is bool:
-            options = (False, True)
-        elif hints[name] == Values:
-            options = VALUES
-        elif name == "density" and hints[name] == Density:
-            options = (1.0, 0.34, 1e-9)
-        wanted += [{**base, name: option} for option in options]
-        if name not in ("feedback", "values"):
-            wanted += [{**base, name: option, "feedback": "none"} for option in options]
-        if name == "values":
-            wanted += [{**base, name: option, "feedback": "lowpass", "beta": 0.3} for option in ("fp32", "fp16")]
-    found: dict[Method, dict[str, Any]] = {}
-    for settings in wanted:
-        try:
-            found.setdefault(cls(**registry.expand_paper_settings(cls, settings)), settings)
-        except ValueError:  # pydantic's ValidationError is one
-            continue
-    return {",".join(f"{k}={v}" for k, v in s.items()) or "defaults": s for s in found.values()}
-
-
 # -- the checks -------------------------------------------------------------------------------------------
-
-
-class Settings(TypedDict, total=False):
-    """Optional settings of a case, which ``check_method`` takes as keyword arguments."""
-
-    sizes: Sequence[int]
-    """Numbers of elements to try."""
-    steps: int
-    """Steps per run. A method with phases needs enough steps to reach all of them."""
-    ops: Ops | None
-    """The array ops. None means those of the CPU drivers."""
-    rounding: float
-    """Relative rounding error to allow in one sum of decoded values."""
-    unbiased: bool
-    """Whether results are unbiased."""
-    seed: int
-    """Seed of the method's random numbers and of the data."""
 
 
 @dataclass
 class Case:
-    """The argument of a check: a method and a number of ranks. See :class:`Settings` for the other fields."""
+    """The argument of a check."""
 
     method: Method
     world_size: int = 2
-    ops: Ops | None = None
-    sizes: Sequence[int] = (0, 1, 2, 7, 97, 1000)
-    steps: int = 4
-    rounding: float = 1e-5
-    unbiased: bool = False
-    seed: int = 0
-    _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Return ``sizes`` as shapes that the method can compress."""
-        return [self.shape(n) for n in self.sizes]
+    sizes: Sequence[int] = (0, 1, 2, 7, 97, 1000)  #: numbers of elements to try
+    steps: int = 4  #: steps per run; a method with phases needs enough steps to reach all of them
+    ops: Ops | None = None  #: the array ops; by default those of the CPU drivers
+    rounding: float = 1e-5  #: relative rounding error to allow in one sum of decoded values
+    unbiased: bool = False  #: whether results are unbiased
+    seed: int = 0  #: seed of the method's random numbers and of the data
 
     def shape(self, n: int) -> tuple[int, ...]:
         """Return a shape of n elements, or slightly fewer, that the method can compress: vector, matrix, convolution.

@@ -32,8 +32,8 @@ from hvdcompress.method import AllGather, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.parts import wire
 from hvdcompress.plan import PlanError
-from hvdcompress.testing import Case, variants
-from hvdcompress.testing.trial import numbers, plan_for
+from hvdcompress.testing import Case, numbers, plan_for
+from tests.variants import variants
 
 ELEMENTS = 600
 NOT_SENT = ("feedback", "beta", "momentum", "local_clip_norm")  #: settings that change no payload's form

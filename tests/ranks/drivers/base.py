@@ -19,7 +19,6 @@ from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import Grouping, Plan, plan_of
 from hvdcompress.testing import Trial
-from hvdcompress.testing.trial import Grouped
 from tests.ranks import checks
 from tests.ranks.exchanges import Settings, sums_float16
 
@@ -230,11 +229,7 @@ class Driver(ABC):
     def yardstick(self, method: str | Plan, settings: Settings, world_size: int | None = None) -> Trial:
         """Return the loopback with the same plan."""
         plan = plan_of(method, **(self.placed(settings) if world_size in (None, self.world_size) else settings))
-        if self.grouping:
-            plan = Grouped.of(plan, self.grouping)
-        net = Trial(plan, world_size or self.world_size)
-        net.grouping = self.grouping
-        return net
+        return Trial(plan, world_size or self.world_size, grouping=self.grouping)
 
     def specs(self, shapes: Shapes) -> list[TensorSpec]:
         """Return the tensors' specs for the loopback."""

@@ -57,7 +57,7 @@ def check_momentum(driver, method, settings):
     tolerance = driver.tolerance(method, settings)
     is_adapted = {
         member.name: adapts(bucket.program.main)
-        for bucket in net.plan.buckets(driver.specs(driver.shapes))
+        for bucket in net.plan.buckets(driver.specs(driver.shapes), net.grouping)
         for member in bucket.members
     }
 

@@ -9,10 +9,10 @@ import pytest
 import hvdcompress
 from hvdcompress import registry
 from hvdcompress.plan import IN_ORDER, plan_of
-from hvdcompress.testing import Trial, variants
-from hvdcompress.testing.trial import Grouped
+from hvdcompress.testing import Trial
 from tests.ranks.checks import heavy_tailed
 from tests.ranks.exchanges import EXCHANGES, num_steps
+from tests.variants import variants
 
 SHAPES = {"a": (23, 21), "b": (8, 4, 3, 3), "c": (8, 31), "d": (1,)}
 
@@ -29,7 +29,7 @@ def kinds_of(method: str, settings: dict[str, Any]) -> set[Any]:
         return reduced
 
     object.__setattr__(main, "exchange", exchange)
-    net = Trial(Grouped.of(plan, IN_ORDER), 2)
+    net = Trial(plan, 2, grouping=IN_ORDER)
     for step in range(num_steps(settings)):
         net.allreduce([heavy_tailed(SHAPES, step, rank) for rank in range(2)])
     sequences: dict[Any, list[Any]] = {}

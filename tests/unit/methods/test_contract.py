@@ -25,10 +25,11 @@ from hvdcompress import registry, testing
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllReduce, Method, Reduced, Slot, Sparse
 from hvdcompress.parts import feedback
+from hvdcompress.plan import BY_NAME
 from hvdcompress.registry import field_docs
-from hvdcompress.testing import CHECKS, Case, Trial, backends, check_method, numbers, variants
-from hvdcompress.testing.trial import Grouped, plan_for
+from hvdcompress.testing import CHECKS, Case, Trial, backends, check_method, numbers, plan_for
 from tests import make_golden
+from tests.variants import variants
 
 BACKENDS = backends()
 METHODS = hvdcompress.available()
@@ -149,7 +150,7 @@ def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
         st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(st.integers(0, 30))), "shapes"
     )
     plan = plan_for(method, seed=5)
-    together, alone = Trial(Grouped.of(plan), world_size), Trial(plan, world_size)
+    together, alone = Trial(plan, world_size, grouping=BY_NAME), Trial(plan, world_size)
     for step in range(2):
         gradients = [{n: numbers(s, rank, step, len(n)) for n, s in shapes.items()} for rank in range(world_size)]
         outs = together.allreduce(gradients)

@@ -123,12 +123,6 @@ def test_auto_is_a_plan_with_a_fallback() -> None:
     assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()
 
 
-@pytest.mark.parametrize("key", ["optimizer", "clip_norm", "without_beta1", "cosine_every"])
-def test_keys_of_earlier_versions_are_refused_with_a_reason(key: str) -> None:
-    with pytest.raises(ValueError, match=f"{key}.* is not (needed|there)"):
-        plan_of("topk", **{key: 1})
-
-
 def test_settings_of_a_command_line() -> None:
     found = settings_of(["density=0.02", "values=fp16", "warmup={steps: 5}", "paper=true"])
     assert found == {"density": 0.02, "values": "fp16", "warmup": {"steps": 5}, "paper": True}

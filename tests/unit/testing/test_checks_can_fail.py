@@ -17,7 +17,7 @@ from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import AllReduce, Method, Reduced, Slot
+from hvdcompress.method import AllReduce, Method, Reduced, Slot, Sparse
 from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import feedback, pack, seed, wire
 from hvdcompress.testing import Check, check_method
@@ -151,6 +151,26 @@ def double_gradient_in_place(exchange: Any) -> Any:
     return mutant
 
 
+def decode_damaged_bytes(decode: Any) -> Any:
+    def mutant(payload: Any, k: int, packing: pack.Packing, ops: Any) -> Sparse:
+        try:
+            return decode(payload, k, packing, ops)
+        except wire.WireError:
+            return Sparse(np.array([packing.positions]), np.zeros(1, np.float32))
+
+    return mutant
+
+
+def raise_value_error(check: Any) -> Any:
+    def mutant(*args: Any) -> None:
+        try:
+            check(*args)
+        except wire.WireError as error:
+            raise ValueError(str(error)) from None
+
+    return mutant
+
+
 class Fault(NamedTuple):
     """A fault, the check that notices it, and the method that is checked."""
 
@@ -226,9 +246,11 @@ FAULTS = {
     "residual is kept scaled": Fault(
         testing.check_loss_scale, Setup, "__init__", lambda init: lambda *args: init(*args[:6]), "topk"
     ),
-    "decoder trusts the header": Fault(
-        testing.check_wire, wire, "check",
-        lambda _: lambda *anything: None, "topk",
+    "damaged payload is decoded": Fault(
+        testing.check_wire, pack, "decode", decode_damaged_bytes, "topk", message="index outside of the tensor"
+    ),
+    "damaged payload raises another error": Fault(
+        testing.check_wire, wire, "check", raise_value_error, "topk", message="raised ValueError"
     ),
 }  # fmt: skip
 
