@@ -13,7 +13,7 @@ import inspect
 import pkgutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Classes(MutableMapping[str, type[Method]]):
+class Classes(Mapping[str, type[Method]]):
     """Mapping from method id to class, sorted by id. Modules are imported on first access.
 
     Args:
@@ -39,28 +39,18 @@ class Classes(MutableMapping[str, type[Method]]):
 
     def __init__(self, modules: Mapping[str, str]):
         self._modules = modules
-        self._loaded: dict[str, type[Method]] = {}
 
     def __getitem__(self, id: str) -> type[Method]:
-        if id in REGISTERED:
-            return REGISTERED[id]
-        if id not in self._loaded:
-            self._loaded[id] = _class_in(self._modules[id])
-        return self._loaded[id]
-
-    def __setitem__(self, id: str, cls: type[Method]) -> None:
-        self._loaded[id] = cls
-
-    def __delitem__(self, id: str) -> None:
-        del self._loaded[id]
+        return REGISTERED[id] if id in REGISTERED else _class_in(self._modules[id])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*self._modules, *self._loaded, *REGISTERED}))
+        return iter(sorted({*self._modules, *REGISTERED}))
 
     def __len__(self) -> int:
-        return len({*self._modules, *self._loaded, *REGISTERED})
+        return len({*self._modules, *REGISTERED})
 
 
+@cache
 def _class_in(name: str) -> type[Method]:
     """Import a module and return the method class that it defines."""
     module = importlib.import_module(name)

@@ -88,11 +88,6 @@ class Document:
         rest = {key: value for key, value in self.value.items() if key not in keys}
         return Document(rest, self.path, self.lines, self.file)
 
-    def with_defaults(self, values: Mapping[str, Any], instead_of: str) -> Document:
-        """Replace one key by several others. Keys that the mapping already has keep their values."""
-        rest = self.without(instead_of).value
-        return Document({**values, **rest}, self.path, self.lines, self.file)
-
     def child(self, key: Any, value: Any = None) -> Document:
         """Return the mapping under ``key``, or ``value`` instead of it."""
         value = self.value.get(key) if value is None else value
@@ -140,20 +135,17 @@ def _check_syntax(text: str, file: str) -> None:
     """
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
             wrong = f"aliases (*{event.anchor}) are not supported; repeat the value instead"
         elif isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.implicit[0]:
             wrong = "merge keys (<<) are not supported; repeat the keys instead"
-        elif (depth := depth + _depth_change(event)) > MAX_DEPTH:
+        elif depth > MAX_DEPTH:
             wrong = f"mappings and lists are nested more than {MAX_DEPTH} levels deep"
         else:
             continue
         line = f", line {event.start_mark.line + 1}" if event.start_mark else ""
         raise PlanError(f"{file}{line}: {wrong}")
-
-
-def _depth_change(event: yaml.Event) -> int:
-    return isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
 
 
 def _walk(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:

@@ -158,7 +158,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a dict, such that ``load_plan(plan.to_dict()) == plan``."""
-        return read_source(self.source)
+        return json.loads(self.source, object_hook=_number_keys)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -226,10 +226,6 @@ class Plan:
         buckets: list[Bucket] = []
         open_buckets: dict[tuple[Program, str, object], list[TensorSpec]] = {}
         ages = ages or {}
-
-        def close(key: tuple[Program, str, object]) -> None:
-            buckets.append(self._bucket(open_buckets.pop(key), key[0]))
-
         rules = (grouping or Grouping(0, 0, False)) if self.bucket_elements is None else None
         limit = rules.bucket_elements if rules else self.bucket_elements or 0
         for spec in sorted(specs, key=lambda s: natural_key(s.name)):
@@ -239,11 +235,10 @@ class Plan:
             if unlimited or (may_share and spec.size < limit):
                 open_buckets.setdefault(key, []).append(spec)
                 if not unlimited and sum(s.size for s in open_buckets[key]) >= limit:
-                    close(key)
+                    buckets.append(self._bucket(open_buckets.pop(key), program))
             else:
                 buckets.append(self._bucket([spec], program))
-        for key in list(open_buckets):
-            close(key)
+        buckets += [self._bucket(members, key[0]) for key, members in open_buckets.items()]
         return sorted(buckets, key=lambda bucket: natural_key(bucket.spec.name))
 
     def _program_in_bucket(self, spec: TensorSpec, rules: Grouping | None, limit: int) -> tuple[Program, bool]:
@@ -288,11 +283,6 @@ class Plan:
 def _is_global(method: Method) -> bool:
     """Return whether a method needs all its tensors in one bucket."""
     return getattr(method, "scope", "tensor") == "global"
-
-
-def read_source(source: str) -> dict[str, Any]:
-    """Return the dict that a plan's ``source`` contains as JSON."""
-    return json.loads(source, object_hook=_number_keys)
 
 
 def _number_keys(mapping: dict[str, Any]) -> dict[Any, Any]:

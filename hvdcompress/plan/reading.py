@@ -29,13 +29,6 @@ AUTO = {"method": "topk", "density": 0.01, "values": "qsgd4", "fallback": True}
 RULE_KEYS = ("method", "warmup", "schedule")
 #: Keys that are true or false, and their defaults
 FLAGS = {"watchdog": True, "fallback": False}
-#: Keys of earlier versions, and what replaces them
-GONE = {
-    "optimizer": "is not needed: the momentum of any optimizer is adapted when it takes its step",
-    "without_beta1": "is not needed: Adam's momentum is adapted when it takes its step",
-    "cosine_every": "is not there any more: compare the losses of trainings with and without compression",
-    "clip_norm": "is not needed: gradients are the average over the ranks, so clip them as in any other program",
-}
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
 
@@ -87,10 +80,6 @@ def load_plan(source: str | Path | Mapping[str, Any]) -> Plan:
     return _read(Document.open(source))
 
 
-def _is_file(method: object) -> bool:
-    return isinstance(method, Path) or (isinstance(method, str) and method.endswith((".yaml", ".yml")))
-
-
 def plan_of(method: str | Path | Method | Plan | Mapping[str, Any], **settings: Any) -> Plan:
     """Create a plan from any value that drivers accept.
 
@@ -107,8 +96,8 @@ def plan_of(method: str | Path | Method | Plan | Mapping[str, Any], **settings: 
     if isinstance(method, type):
         id = getattr(method, "id", "") or "topk"
         raise PlanError(f"method: {method.__name__} is a class; pass its id, {id!r}, or an instance")
-    if _is_file(method):
-        document = Document.open(method)  # type: ignore[arg-type]
+    if isinstance(method, Path) or (isinstance(method, str) and method.endswith((".yaml", ".yml"))):
+        document = Document.open(method)
         return _read(Document({**document.value, **settings}, lines=document.lines, file=document.file))
     if not isinstance(method, str | Method | Plan | Mapping):
         raise PlanError(
@@ -175,10 +164,8 @@ def _plan_settings(doc: Document) -> dict[str, Any]:
 
 
 def _read(doc: Document) -> Plan:
-    for key in GONE.keys() & doc.value.keys():
-        raise doc.error(key, GONE[key])
     if doc.value.get("method") == "auto":
-        doc = doc.with_defaults(AUTO, instead_of="method")
+        doc = Document({**AUTO, **doc.without("method").value}, lines=doc.lines, file=doc.file)
     if "method" not in doc.value:
         raise doc.error("method", "is missing: a plan needs a default method, such as method: topk")
     steps_per_epoch = doc.integer("steps_per_epoch", None, least=1)

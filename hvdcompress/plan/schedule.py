@@ -90,13 +90,12 @@ Point = tuple[int, Any, Document, Any]  # step, value, and the mapping and key t
 
 def _points(entry: Document, steps_per_epoch: int | None) -> list[Point]:
     """Parse {steps|epochs: {start: value}}."""
-    found: list[Point] = []
-    for unit in UNITS:
-        if unit in entry.value:
-            table = entry.child(unit)
-            for start, value in table.value.items():
-                found.append((_to_steps(entry, unit, start, steps_per_epoch), value, table, start))
-    return found
+    tables = {unit: entry.child(unit) for unit in UNITS if unit in entry.value}
+    return [
+        (_to_steps(entry, unit, start, steps_per_epoch), value, table, start)
+        for unit, table in tables.items()
+        for start, value in table.value.items()
+    ]
 
 
 def _diminishing(given: Document, method: Method, steps_per_epoch: int | None) -> list[Point]:
