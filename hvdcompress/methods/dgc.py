@@ -62,6 +62,7 @@ array([[0.  , 3.  ],
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -145,8 +146,8 @@ class DGC(Method):
             chosen = select.largest(x, self.counts(ctx.spec), ctx, work)
         else:
             wanted = select.gaussiank_limits(self.density, ctx.spec.size)
-            search = select.Search(self.threshold(x, ctx, work), wanted, select.refine_bisect)
-            chosen, _ = select.above_threshold(x, search, 0, ctx, work)
+            refine = partial(select.refine_bisect, start=self.threshold(x, ctx, work), wanted=wanted)
+            chosen, _ = select.above_threshold(x, wanted, refine, 0, ctx, work)
         work.counters["kept"] = len(chosen.index)
         chosen = select.pad(chosen, self.capacity(ctx.spec), work.ops)
         return pack.encode(chosen, self.packing(ctx.spec), ctx, work)

@@ -43,6 +43,7 @@ tensor of one element is sent; in the authors' code its standard deviation is un
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -140,7 +141,7 @@ class GaussianK(Method):
         moments = work.scanned[index].moments if work.scanned else None
         mean, std = moments or work.ops.moments(x)
         start = np.float32(select.gaussian_threshold(mean, std, self.density))  # t
-        refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
-        search = select.Search(start, select.gaussiank_limits(self.density, len(x)), refine)
-        chosen, _ = select.above_threshold(x, search, index, ctx, work)
-        return chosen
+        wanted = select.gaussiank_limits(self.density, len(x))
+        rule = select.refine_paper if self.refine == "paper" else select.refine_bisect
+        refine = partial(rule, start=start, wanted=wanted)
+        return select.above_threshold(x, wanted, refine, index, ctx, work)[0]

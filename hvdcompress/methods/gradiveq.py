@@ -219,17 +219,13 @@ class GradiVeQ(Method):
     def wants_trigger(self, metric: str, value: float, low: float, high: float) -> bool:
         return metric == "learning_rate" and value < self.retrain_drop * high
 
-    def num_values(self, spec: TensorSpec, state: dict[str, Array] | None) -> int:
-        """Return the number of values that a compressed step sends; without a state, the largest possible number."""
-        size = self.slice_of(spec)
-        rank = int(state["rank"][0]) if state else self.max_components(spec)
-        return rank * (spec.size // size) + spec.size % size
-
     def num_bytes(
         self, spec: TensorSpec, world_size: int, phase: int = 0, state: dict[str, Array] | None = None
     ) -> int:
         if self.phases[phase] == "compress":
-            return codecs.reduced_num_bytes(self.num_values(spec, state), self.values, world_size)
+            d = int(state["rank"][0]) if state else self.max_components(spec)
+            count = d * (self.num_filled(spec) // self.slice_of(spec)) + spec.size - self.num_filled(spec)
+            return codecs.reduced_num_bytes(count, self.values, world_size)
         dense = codecs.reduced_num_bytes(spec.size, self.dense_values, world_size)
         return dense + self.num_fit_bytes(spec) if self.phases[phase] == "fit" else dense
 
@@ -326,5 +322,5 @@ class GradiVeQ(Method):
         share = expand(own, 1.0 / ctx.world_size) if ctx.needs_own else None
         retrain = False
         if self.retrain_error:
-            retrain = matrices.norm(x - share, ops) > self.retrain_error * matrices.norm(x, ops)
+            retrain = ops.l2_norm(x - share) > self.retrain_error * ops.l2_norm(x)
         return Reduced(total=expand(total, 1.0), own=share, trigger=retrain)

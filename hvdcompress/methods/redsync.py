@@ -55,6 +55,7 @@ authors that would confirm the interval of 5 and the tolerance of 0.001.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -165,11 +166,11 @@ class RedSync(Method):
         wanted = self.wanted(len(x))
         if self.select == "trimmed":
             return trimmed_top_k(Elements(x, None, None, work.ops), wanted.k), UNKNOWN
-        refine = self.published_search if self.select == "paper" else self.search
-        return select.above_threshold(x, select.Search(reused, wanted, refine), 0, ctx, work)
+        search = self.published_search if self.select == "paper" else self.search
+        return select.above_threshold(x, wanted, partial(search, reused=reused, wanted=wanted), 0, ctx, work)
 
     def search(self, elements: Elements, reused: np.float32, wanted: Wanted) -> tuple[np.float32, np.float32 | None]:
-        """Find a threshold with k to 2k elements above it: a :data:`~hvdcompress.parts.select.Refine`."""
+        """Find a threshold with k to 2k elements above it."""
         if reused > 0 and wanted.least <= elements.count_above(reused, wanted.most) <= wanted.most:
             return reused, None
         mean = elements.mean()
@@ -190,7 +191,7 @@ class RedSync(Method):
         return select.refine_bisect(elements, t, wanted)
 
     def published_search(self, elements: Elements, reused: np.float32, wanted: Wanted) -> tuple[np.float32, None]:
-        """Find a threshold as the paper does: a :data:`~hvdcompress.parts.select.Refine`."""
+        """Find a threshold as the paper does."""
         if reused > 0:
             return reused, None
         mean = elements.mean()

@@ -8,6 +8,7 @@ read again. The selection is the same as without candidates.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -131,29 +132,25 @@ class Elements:
 
     def narrow(self, threshold: np.float32, count: int) -> None:
         """Restrict later questions to the ``count`` elements above a threshold, if they are few."""
-        if self.near is None:
-            if 4 * count < len(self.x):
-                self.near = self._chosen(self.ops.first_above(self.x, threshold, count))
-                self.low = threshold
-        elif threshold > self.low and 4 * count < len(self.near.index):
+        known = len(self.x) if self.near is None else len(self.near.index)
+        if 4 * count < known and (self.near is None or threshold > self.low):
             self.near = self.above(threshold, count)
             self.low = threshold
 
     def above(self, threshold: np.float32, capacity: int) -> Sparse:
         """Return the first ``capacity`` elements with |x| > threshold."""
-        if self.near is None or threshold < self.low:
-            return self._chosen(self.ops.first_above(self.x, threshold, capacity))
-        return self._among(self.ops.first_above(self.near.values, threshold, capacity))
+        return self._first(self.ops.first_above, threshold, capacity, bool(threshold >= self.low))
 
     def equal(self, magnitude: np.float32, capacity: int) -> Sparse:
         """Return the first ``capacity`` elements with |x| = magnitude."""
-        if self.near is None or magnitude <= self.low:
-            return self._chosen(self.ops.first_equal(self.x, magnitude, capacity))
-        return self._among(self.ops.first_equal(self.near.values, magnitude, capacity))
+        return self._first(self.ops.first_equal, magnitude, capacity, bool(magnitude > self.low))
 
-    def _chosen(self, index: Array) -> Sparse:
-        return Sparse(index, self.ops.take(self.x, index))
-
-    def _among(self, chosen: Array) -> Sparse:
-        assert self.near is not None
-        return Sparse(self.ops.take(self.near.index, chosen), self.ops.take(self.near.values, chosen))
+    def _first(
+        self, find: Callable[..., Array], magnitude: np.float32, capacity: int, are_near: bool | np.bool_
+    ) -> Sparse:
+        """Return the elements that ``find`` finds; ``are_near``: all of them are among ``near``, if that is known."""
+        if self.near is None or not are_near:
+            index = find(self.x, magnitude, capacity)
+            return Sparse(index, self.ops.take(self.x, index))
+        index = find(self.near.values, magnitude, capacity)
+        return Sparse(self.ops.take(self.near.index, index), self.ops.take(self.near.values, index))

@@ -208,12 +208,9 @@ def sum_of_halves(
         stream: index of the sum within the exchange.
         saturated: number of clipped values, if the scan has already converted all values by :func:`halves`.
     """
-    if saturated is None:
-        conversion = halves(len(x), ctx, work, x, stream)
+    conversion = halves(len(x), ctx, work, x, stream)
+    if saturated is None:  # otherwise the scan has written the values into this buffer
         _, saturated = work.ops.to_fp16(x, *conversion)
-    else:
-        # The scan has written the values into this buffer already
-        conversion = halves(ctx.spec.size, ctx, work, x, stream)
     _count_saturated(work, saturated)
     total = yield AllReduce(conversion.out, may_overwrite=not ctx.needs_own)
     return Half(total, ctx.world_size), Half(conversion.out, ctx.world_size) if ctx.needs_own else None

@@ -131,13 +131,10 @@ class Feedback:
         state = self.state
         x = self.spare[RESIDUAL]
         residual = state[RESIDUAL]
-        if indices is None:
-            scans = [NOTHING] * len(gradients)
-        else:
-            scans = [
-                method.scan(index, state, ctx, work, gradient)
-                for index, gradient in zip(indices, gradients, strict=True)
-            ]
+        scans = [NOTHING] * len(gradients)
+        if indices is not None:
+            parts = zip(indices, gradients, strict=True)
+            scans = [method.scan(index, state, ctx, work, gradient) for index, gradient in parts]
         factors = [clipping(method, gradient, self.scale, ctx, work) for gradient in gradients]
         velocity = None
         if method.feedback == "momentum":

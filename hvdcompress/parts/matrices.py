@@ -11,7 +11,6 @@ from hvdcompress.method import Array, Context, TensorSpec, Values, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs
 
-Axes = tuple[int, ...]
 Order = Literal["oihw", "hwio"]
 
 WIDEST = 4096  #: maximum number of elements per slice, where there is a choice
@@ -83,18 +82,12 @@ def stored_order(x: Array, spec: TensorSpec, ops: Ops, order: Order = "hwio") ->
     return ops.permute(x, shape, _axes(len(shape), spec.layout))
 
 
-def _axes(ndim: int, order: Order) -> Axes:
+def _axes(ndim: int, order: Order) -> tuple[int, ...]:
     """Return the permutation of axes from the other order to this one."""
     last = min(ndim, 2)
     if order == "hwio":
         return (*range(2, ndim), *reversed(range(last)))
     return (*reversed(range(ndim - last, ndim)), *range(ndim - last))
-
-
-def norm(x: Array, ops: Ops) -> float:
-    """Return ‖x‖, computed from sums in float64."""
-    mean, std = ops.moments(x)
-    return math.sqrt(len(x) * mean * mean + max(len(x) - 1, 0) * std * std)
 
 
 def shrinkage(length: int, world_size: int) -> float:

@@ -31,22 +31,8 @@ class Wanted(NamedTuple):
     most: int
 
 
-#: Refines a threshold: (elements, start, wanted) -> (threshold, magnitude of elements that may fill up, or None)
-Refine = Callable[[Elements, np.float32, Wanted], tuple[np.float32, np.float32 | None]]
-
-
-class Search(NamedTuple):
-    """Parameters of the search for a threshold.
-
-    Attributes:
-        start: the first threshold to try.
-        wanted: the number of elements that should be above the threshold.
-        refine: function that refines the threshold, such as :func:`refine_bisect` or :func:`refine_paper`.
-    """
-
-    start: np.float32
-    wanted: Wanted
-    refine: Refine
+#: Finds a threshold for elements. Returns it, and the magnitude of elements that may fill up the selection, or None
+Refine = Callable[[Elements], tuple[np.float32, np.float32 | None]]
 
 
 @lru_cache(4096)
@@ -202,12 +188,15 @@ def gaussiank_limits(density: float, n: int) -> Wanted:
     return Wanted(k, -(-2 * k // 3), capacity(density, n))
 
 
-def above_threshold(x: Array, search: Search, index: int, ctx: Context, work: Workspace) -> tuple[Sparse, np.float32]:
+def above_threshold(
+    x: Array, wanted: Wanted, refine: Refine, index: int, ctx: Context, work: Workspace
+) -> tuple[Sparse, np.float32]:
     """Select the elements above a threshold.
 
     Args:
         x: float32 [n].
-        search: parameters of the search.
+        wanted: the number of elements that should be above the threshold.
+        refine: finds the threshold, for example by :func:`refine_bisect`.
         index: index of the part x of the bucket's vector.
         ctx: the tensor, or the bucket.
         work: the workspace; ``work.scanned`` may contain candidates, see :func:`candidates.scan`.
@@ -217,10 +206,9 @@ def above_threshold(x: Array, search: Search, index: int, ctx: Context, work: Wo
         least, unless fewer elements are non-zero.
     """
     ops = work.ops
-    wanted = search.wanted
     near = candidates.recorded(index, work)
     elements = candidates.Elements(x, near, candidates.scan(wanted.most + 1, index, work).above, ops)
-    threshold, below = search.refine(elements, search.start, wanted)
+    threshold, below = refine(elements)
     chosen = elements.above(threshold, wanted.most)
     if isinstance(x, np.ndarray):  # on a device, candidates cost more than they save
         noted = None if near is None else len(near.index)

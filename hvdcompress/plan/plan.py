@@ -55,14 +55,8 @@ class Program:
 
     def since(self, step: int) -> int:
         """Return the first step of the consecutive stages around ``step`` that use the same method id."""
-        if len(self.stages) == 1:  # fast path: drivers call this for every tensor in every step
-            return 0
-        first = step
-        for start, method in reversed([stage for stage in self.stages if stage[0] <= step]):
-            if method.id != self.at(step).id:
-                break
-            first = start
-        return first
+        changes = (now[0] for before, now in itertools.pairwise(self.stages) if before[1].id != now[1].id)
+        return max((start for start in changes if start <= step), default=0)
 
     @property
     def main(self) -> Method:

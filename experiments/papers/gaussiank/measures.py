@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -174,8 +175,9 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
 
     def sampled(x: Vector) -> Any:
         ctx, work = fresh()
-        search = select.Search(dgc.threshold(x, ctx, work), select.gaussiank_limits(density, n), select.refine_bisect)
-        return select.above_threshold(x, search, 0, ctx, work)[0]
+        wanted = select.gaussiank_limits(density, n)
+        refine = partial(select.refine_bisect, start=dgc.threshold(x, ctx, work), wanted=wanted)
+        return select.above_threshold(x, wanted, refine, 0, ctx, work)[0]
 
     return {
         "Gaussian-k, bisect": lambda x: gaussian["bisect"].choose(x, 0, *fresh()),  # type: ignore[attr-defined]
