@@ -329,14 +329,14 @@ def _steps(plan: Plan, specs: Sequence[TensorSpec], grouping: Grouping | None, o
         rank.observers.clear()
     random = np.random.default_rng(0)
     for _ in range(3):  # the first step has no state yet, and phases may alternate
-        reduced = net.allreduce([{spec.name: _numbers(random, spec) for spec in specs} for _ in range(2)])[0]
+        # NumPy has no bfloat16, and the engine converts it to float32
+        gradients = {
+            spec.name: random.standard_normal(spec.shape, np.float32).astype(spec.dtype.replace("bfloat16", "float32"))
+            for spec in specs
+        }
+        reduced = net.allreduce([gradients, gradients])[0]
         with net.adapted({name: np.zeros_like(array) for name, array in reduced.items()}, reduced, momentum=0.9):
             pass
-
-
-def _numbers(random: np.random.Generator, spec: TensorSpec) -> np.ndarray:
-    dtype = "float32" if spec.dtype == "bfloat16" else spec.dtype  # NumPy has no bfloat16
-    return random.standard_normal(spec.shape, np.float32).astype(dtype)
 
 
 def _sample(specs: list[TensorSpec]) -> list[TensorSpec]:

@@ -20,7 +20,6 @@ from hvdcompress.testing.trial import Array, Case, Kind, equal, require, same_st
 def check_bytes(case: Case) -> None:
     """Check that the ledger counts the bytes that were really sent, and that they equal the method's ``num_bytes``."""
     net = case.trial()
-    variable_length = case.method.variable_length
     for n, dtype in itertools.product(case.sizes, ("float32", "float64", "float16")):
         name = f"{dtype}.{n}"
         (bucket,) = net.plan.buckets([TensorSpec(name, case.shape(n), dtype)])
@@ -41,7 +40,7 @@ def check_bytes(case: Case) -> None:
                 where = f"n = {n}, {dtype}, step {step}, rank {rank}"
                 require(sent == payloads, f"{where}: the ledger has {sent} bytes, but the payloads have {payloads}")
                 require(
-                    sent == formula or (variable_length and sent < formula),
+                    sent == formula or (case.method.variable_length and sent < formula),
                     f"{where}: num_bytes() returns {formula}, but the payloads have {payloads} bytes{hint}",
                 )
 
