@@ -1,17 +1,15 @@
 """``python -m experiments compare``: error, cosine and bytes of methods on saved gradients, on the same data for all.
 
-``python -m experiments.training.save_gradients`` saves gradients. What is measured:
+``python -m experiments save-gradients`` saves gradients. What is measured:
 
 * *one_exchange*: ‖ĝ − ḡ‖/‖ḡ‖ of each step without error feedback, ḡ being the dense mean over ranks: what compression
-  does to one gradient. The median over the steps, its quartiles (*low*, *high*), and the medians of the first, second
-  and last third of the steps (*early*, *middle*, *late*). Steps that a method's own schedule sends dense are left out;
-  *steps* are the others;
+  does to one gradient. The median over the *steps*; those that a method's own schedule sends dense are left out;
 * *cosine*: the median of the cosine of the angle between ĝ and ḡ in these steps;
 * *whole_run*: ‖Σ_t ĝ_t − Σ_t ḡ_t‖/‖Σ_t ḡ_t‖ with the method's own feedback: what it does to the sum of all updates,
   where what was held back comes later and what was lost never does. None for DGC, which sums gradients that went
   through momentum.
 
-Errors are relative: where the norm of ḡ, which is printed by thirds, gets small, there is hardly a gradient any more.
+Errors are relative: where the norm of ḡ, whose least and largest are printed, gets small, there is hardly a gradient.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import typer
 
-from experiments import phases
 from experiments.configfile import MethodEntry
 from experiments.options import methods_of
 from experiments.report import numbers, results, tables
@@ -59,18 +55,14 @@ def measure(entry: MethodEntry, gradients: Gradients) -> dict[str, Any]:
         errors.append((_error(out, mean), compressed))
         cosines.append(_cosine(out, mean) if compressed else math.nan)
     some = any(compressed for _, compressed in errors)  # else the method sends everything, always
-    each = [error if compressed or not some else math.nan for error, compressed in errors]
-    low, middle, high = pd.Series(each, dtype=float).quantile([0.25, 0.5, 0.75])
+    each = [error for error, compressed in errors if compressed or not some]
     whole = None
     if plan.program.main.feedback != "momentum":
         whole = _error(np.sum(outs, axis=0), np.sum(means, axis=0))
     return {
         "method": entry.label,
-        "one_exchange": middle,
-        "low": low,
-        "high": high,
-        **phases.by_phase(each),
-        "steps": sum(not math.isnan(error) for error in each),
+        "one_exchange": float(np.nanmedian(each)),
+        "steps": len(each),
         "cosine": float(np.nanmedian(cosines)) if some else 1.0,
         "whole_run": whole,
         "num_bytes": net.ledger.bytes_sent(world_size - 1) / len(gradients),
@@ -97,7 +89,7 @@ def _cosine(found: Vector, expected: Vector) -> float:
 
 
 def compare(
-    gradients: Annotated[Path, typer.Argument(help="A file of experiments.training.save_gradients.")],
+    gradients: Annotated[Path, typer.Argument(help="A file of save-gradients.")],
     config: Annotated[
         str | None,
         typer.Option(help="An experiment: a YAML file or a packaged one's name. Default: every method as it comes."),
@@ -107,18 +99,16 @@ def compare(
 ) -> None:
     """Show how each method performs on saved gradients: error, cosine, bytes and compression ratio.
 
-    The error of one exchange is the median over the steps, with its quartiles and the medians of the early, middle and
-    late third of them. The median norm of the mean gradient is shown for the same thirds.
-
     Example: python -m experiments compare gradients.safetensors --methods topk,scalecom
     """
     entries, given = methods_of(config, methods), load(gradients)
     records = [measure(entry, given) for entry in entries]
     written = results.save("one-exchange", records, out, gradients=str(gradients))
-    shares = ("one_exchange", "low", "high", *phases.PHASES, "whole_run")
-    forms = {**dict.fromkeys(shares, lambda value: f"{100 * value:.2f} %"), "cosine": numbers.number}
+    shares = dict.fromkeys(("one_exchange", "whole_run"), lambda value: f"{100 * value:.2f} %")
     frame = results.load("one-exchange", out)
-    tables.show(frame, str(gradients), **forms, num_bytes=numbers.num_bytes, ratio=numbers.rate_of)
-    norms = phases.by_phase([float(np.linalg.norm(_flat(_mean(ranks)))) for ranks in given])
-    print("norm of the mean gradient:", ", ".join(f"{phase} {norm:.3g}" for phase, norm in norms.items()))
+    tables.show(
+        frame, str(gradients), **shares, cosine=numbers.number, num_bytes=numbers.num_bytes, ratio=numbers.rate_of
+    )
+    norms = [float(np.linalg.norm(_flat(_mean(ranks)))) for ranks in given]
+    print(f"norm of the mean gradient: {min(norms):.3g} to {max(norms):.3g}")
     print(f"written: {written}")

@@ -203,10 +203,10 @@ class Compressor(TensorCompressor):
             self._transport = connect(self._parent, gradient.device, self.watchdog)
         transport = self._transport
         transport.begin()
-        step = self._step = self._new_step(Collectives(transport, self.rank_state.observers), Agree.FIRST_AND_LAST)
+        network = Collectives(transport, self.rank_state.observers)
+        step = self._step = self._new_step(network, self._terms, Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.rank_state.world_size
         with step.defer_errors:
-            step.loss_scale = self._current_loss_scale()
             if len(gradient) != len(self.parameters[name]):
                 raise ValueError(
                     f"{name}: only {len(gradient)} of {len(self.parameters[name])} elements have a gradient; under "

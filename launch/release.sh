@@ -48,10 +48,10 @@ asked=$(empty/bin/hvdcompress --version 2>&1 || true)
 [[ $asked == *"pip install 'hvdcompress[cli]'" ]] || die "release.sh: without its extra the command says: $asked"
 empty/bin/pip install -q "$wheel[cli]"
 [[ $(empty/bin/hvdcompress --version) == "$version" ]] || die "release.sh: the installed command has another version"
-empty/bin/hvdcompress doctor --json >/dev/null
+empty/bin/hvdcompress doctor >/dev/null
 empty/bin/hvdcompress methods --json >/dev/null
-empty/bin/hvdcompress configs topk --copy plan.yaml
-empty/bin/python -c 'import hvdcompress; assert hvdcompress.load("plan.yaml") == hvdcompress.load({"method": "topk"})'
+empty/bin/hvdcompress configs topk >plan.yaml
+empty/bin/python -c 'import hvdcompress; assert hvdcompress.load_plan("plan.yaml") == hvdcompress.load_plan({"method": "topk"})'
 alone=$(empty/bin/hvdcompress advise --model mine:make_model --data mine:make_batch 2>&1 || true)
 [[ $alone == *"pip install 'hvdcompress[torch]'" ]] || die "release.sh: without PyTorch advise says: $alone"
 say "fine: dist/ has $(cd "$ROOT/dist" && echo *)"

@@ -18,25 +18,24 @@ def bench(
     methods: Annotated[str | None, typer.Option(help="Only these methods of the file: labels, with commas.")] = None,
     sets: Annotated[str | None, typer.Option(help="Only these sets of gradients: labels, with commas.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each, instead of the file's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/bench-NAME, or -2, …")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on: turns that were taken are kept.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/bench-NAME.")] = None,
 ) -> None:
     """Measure how long methods take to reduce gradients over links of chosen rates, and stock Horovod and DDP.
 
-    Emulated hosts need root and iproute2. Writes config.yaml, turns.jsonl, bench-NAME.json and a picture.
+    Emulated hosts need root and iproute2. Writes config.yaml, turns.jsonl, bench-NAME.json and a picture. Turns that
+    were taken are kept: the same command goes on where it was interrupted.
 
     Example: sudo python -m experiments bench resnet50 --rates 100mbit,1gbit
     """
     from experiments.bench import run as benchmark
     from experiments.bench.config import Bench
     from experiments.options import config_file, split
-    from experiments.report.folders import choose
 
     given = Bench.open(config_file(config, "bench"))
     changes = {"hosts": hosts, "ranks_per_host": ranks_per_host, "rates": split(rates), "rounds": rounds}
     asked = given.override(split(methods), split(sets), **changes)
-    folder = choose(f"bench-{asked.name}", out, resume)
-    benchmark.prepare(folder, asked, resume)
+    folder = out or Path("runs") / f"bench-{asked.name}"
+    benchmark.prepare(folder, asked)
     raise typer.Exit(benchmark.run(asked, folder))
 
 

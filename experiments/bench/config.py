@@ -47,24 +47,20 @@ class GradientSet(Entry):
     net: str | None = None
     """A net in :mod:`experiments.nets`."""
     gradients: str | None = None
-    """A file of ``python -m experiments.training.save_gradients``."""
+    """A file of ``python -m experiments save-gradients``."""
     only: list[str] = Field([], max_length=100)
     """Only tensors whose names match one of these globs; all tensors if the list is empty."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        try:
-            self.tensors()
-        except FileNotFoundError as error:
-            raise ValueError(str(error)) from None
+        self.tensors()
         return self
 
     def tensors(self) -> nets.Shapes:
         """Return names and shapes of the tensors to exchange.
 
         Raises:
-            ValueError: neither a net nor gradients are given, or no tensor matches.
-            FileNotFoundError: there is no such file.
+            ValueError: neither a net nor gradients are given, there is no such file, or no tensor matches.
         """
         if (self.net is None) == (self.gradients is None):
             raise ValueError("give either net or gradients")
@@ -113,8 +109,6 @@ class Contender(NamedTuple):
 class Bench(ConfigFile):
     """A checked benchmark."""
 
-    what = "benchmark"
-
     name: str = Field("bench", pattern=NAME)
     hosts: int = Field(4, ge=2, le=64)
     """Emulated hosts."""
@@ -136,10 +130,13 @@ class Bench(ConfigFile):
     methods: list[Measured] = Field(min_length=1)
     baselines: list[Annotated[str, AfterValidator(_known)]] = Field(list(BASELINES))
 
-    def _check(self, taken: Sequence[str] = ()) -> None:
-        super()._check([*taken, *self.baselines])
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if twice := {entry.label for entry in self.methods} & set(self.baselines):
+            raise ValueError(f"methods: {twice.pop()!r} is a baseline, too: give it a label: of its own")
         if self.device == "cuda" and any(contender.where != "ddp" for contender in self.contenders()):
-            raise self.error(("device",), "cuda: methods and baselines must be over ddp")
+            raise ValueError("device: cuda: methods and baselines must be over ddp")
+        return self
 
     def contenders(self) -> list[Contender]:
         """Return the contenders, in the order of the tables."""

@@ -13,29 +13,27 @@ from experiments.bench import report
 from experiments.bench.config import LOOPBACK, NOOP, Bench, Turn
 from experiments.bench.ranks import Group, RankError
 from experiments.cluster.hosts import Hosts
-from experiments.cluster.launch import Stopped, stoppable
+from experiments.cluster.launch import stoppable
 from experiments.report import jsonl, plots, results
 
 TURNS = "turns.jsonl"  #: in the folder of a benchmark: one line per turn
 
 
-def prepare(folder: Path, bench: Bench, resume: bool) -> None:
-    """Make a benchmark's folder ready: empty, or with the turns of an earlier attempt.
+def prepare(folder: Path, bench: Bench) -> None:
+    """Make a benchmark's folder ready; turns of an earlier attempt stay.
 
     Args:
         folder: a new or empty one, or that of the earlier attempt.
         bench: what is to be measured; its configuration is written there.
-        resume: keep the turns that were taken.
 
     Raises:
-        ValueError: they were taken with another configuration.
+        ValueError: turns were taken with another configuration.
     """
     config = folder / "config.yaml"
-    if resume:
+    if config.exists():
         before, now = Bench.open(config).model_dump(), bench.model_dump()
         if changed := [key for key in now if now[key] != before[key]]:
-            raise ValueError(f"{folder} was measured with another {', '.join(changed)}: leave out --resume")
-        return
+            raise ValueError(f"{folder} was measured with another {', '.join(changed)}: give another --out")
     folder.mkdir(parents=True, exist_ok=True)
     bench.save(config)
 
@@ -44,15 +42,10 @@ def run(bench: Bench, folder: Path) -> int:
     """Measure what is missing, print the tables, and write ``bench-NAME.json`` and a picture.
 
     Returns:
-        The exit status: 0; 1 if a turn failed; 128 plus the number of the signal that stopped it.
+        The exit status: 0; 1 if a turn failed.
     """
-    code = 0
-    try:
-        with stoppable():
-            measure(bench, folder)
-    except Stopped as stopped:
-        code = stopped.code
-        print("stopped: ranks and hosts are gone; --resume goes on")
+    with stoppable():
+        measure(bench, folder)
     turns = read(folder)
     records = report.summarize(turns)
     if not records.empty:
@@ -66,7 +59,7 @@ def run(bench: Bench, folder: Path) -> int:
     failed = [turn for turn in turns if "failed" in turn]
     for turn in failed:
         print(f"{turn['contender']} on {turn['set']} at {turn['rate']}: {turn['failed']}")
-    return code or bool(failed)
+    return int(bool(failed))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ such a network. Hosts share this machine's files; its processors are dealt out. 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -28,7 +27,6 @@ from pathlib import Path
 from experiments.cluster.rates import title
 from hvdcompress.cli.numbers import bits_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STATES = Path("/var/lib/hvdcompress")  #: a folder of programs for each set of hosts; /run may be mounted noexec
 NETWORK = "10.77.0"  # seen by the hosts alone: their bridge lives in a namespace of its own
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
@@ -110,7 +108,7 @@ def _check() -> None:
 
 @dataclass
 class Hosts:
-    """Emulated hosts, up between ``__enter__`` and ``__exit__``; a crash of this process takes them down too.
+    """Emulated hosts, up between ``__enter__`` and ``__exit__``; if this process is killed, the next one removes them.
 
     Args:
         count: how many, from 2 to 64.
@@ -136,7 +134,6 @@ class Hosts:
         self.names = [f"host{number}" for number in range(self.count)]
         self.id = f"p{os.getpid()}x{next(_numbers)}"
         self.bin = STATES / self.id
-        self._holder: subprocess.Popen[bytes] | None = None
 
     @property
     def slots(self) -> str:
@@ -152,17 +149,6 @@ class Hosts:
         _check()
         _sweep()
         self.bin.mkdir(parents=True)
-        lock = os.open(self.bin, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # The holder's standard input closes when we end, however we end: then it takes the hosts down.
-        self._holder = subprocess.Popen(
-            [sys.executable, "-m", "experiments.cluster.hosts", self.id],
-            stdin=subprocess.PIPE,
-            pass_fds=[lock],  # locked while the holder lives
-            start_new_session=True,  # Ctrl-C is for us
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )
-        os.close(lock)
         try:
             self._make_hosts()
         except BaseException:
@@ -172,12 +158,8 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         """End what runs on the hosts, and take them down."""
-        holder, self._holder = self._holder, None
         with _uninterrupted():
-            if holder:
-                with holder:  # closes its standard input, and waits
-                    pass
-            _take_down(self.id)  # in case the holder was killed
+            _take_down(self.id)
 
     def _make_hosts(self) -> None:
         switch, spaces = f"hvdc-{self.id}-switch", [f"hvdc-{self.id}-{name}" for name in self.names]
@@ -259,13 +241,10 @@ def _shape(space: str, interface: str, bits: int) -> None:
 
 
 def _sweep() -> None:
-    """Take down the hosts whose holder was killed."""
-    for folder in STATES.glob("*"):
-        lock = os.open(folder, os.O_RDONLY)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Take down the hosts of processes that were killed."""
+    for folder in STATES.glob("p*x*"):
+        if not Path("/proc", folder.name[1:].partition("x")[0]).exists():
             _take_down(folder.name)
-        os.close(lock)
 
 
 def _take_down(id: str) -> None:
@@ -316,12 +295,3 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-if __name__ == "__main__":  # the holder
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        sys.stdin.buffer.read()
-    finally:
-        with _uninterrupted():
-            _take_down(sys.argv[1])

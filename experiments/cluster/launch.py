@@ -27,12 +27,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import ring
 
 if TYPE_CHECKING:
     import psutil
-
-    from experiments.cluster.hosts import Hosts
 
 
 Driver = Literal["mpi", "gloo", "ddp"]
@@ -43,16 +42,10 @@ NOISE = re.compile(
     r"^-{5,}|mpirun (noticed|detected)|Primary job|a non-zero exit code|prterun",
     re.IGNORECASE,
 )
-#: How mpirun (a signal, an exit status), torchrun and horovodrun --gloo name the first rank that failed
-FAILED = re.compile(
-    r"process rank (\d+) with PID|Process name: \[\[\d+,\d+\],(\d+)\]|^\s*rank\s+: (\d+) \(local_rank|"
-    r"^Process name: (\d+)$",
-    re.MULTILINE,
-)
 
 
 class LaunchError(RuntimeError):
-    """Ranks could not be started, or one of them failed; the message names it and has the end of the log."""
+    """Ranks could not be started, or one of them failed; the message has the end of the log."""
 
 
 class Stopped(BaseException):
@@ -259,7 +252,6 @@ def run(
     hosts: Hosts | None = None,
     timeout: float | None = None,
     log: Path | None = None,
-    poll: Callable[[], object] | None = None,
 ) -> str:
     """Run a Python program on every rank, and wait until all ranks have ended.
 
@@ -270,13 +262,12 @@ def run(
         hosts: emulated hosts to start them on.
         timeout: seconds after which the ranks are ended.
         log: the file that gets all output; a temporary one by default.
-        poll: is called ten times a second while they run, and once at the end.
 
     Returns:
         What the ranks printed.
 
     Raises:
-        LaunchError: the launcher is missing, a rank failed (the message says which one), or the time is over.
+        LaunchError: the launcher is missing, a rank failed, or the time is over.
         Stopped: Ctrl-C or SIGTERM. Every rank has ended.
     """
     with contextlib.ExitStack() as stack:
@@ -289,34 +280,43 @@ def run(
         ranks = stack.enter_context(Ranks(lines(program, num_ranks, driver, hosts), num_ranks, log, env))
         deadline = time.monotonic() + (timeout or float("inf"))
         while (status := ranks.status()) is None:
-            if poll:
-                poll()
             if time.monotonic() > deadline:
                 raise LaunchError(f"the ranks did not end within {timeout:g} s\n{tail(log)}")
             time.sleep(0.1)
-        if status:
-            rank = next((at for at, each in enumerate(ranks.processes) if each.poll()), None)
-            if len(ranks.processes) > 1:
-                time.sleep(1.0)  # the others may say what has failed
-        if poll:
-            poll()
+        if status and len(ranks.processes) > 1:
+            time.sleep(1.0)  # the others may say what has failed
         text = log.read_bytes()[before:].decode(errors="replace")
         if status:
-            if len(ranks.processes) == 1:
-                named = FAILED.search(text[max(0, text.rfind("Root Cause")) :])  # torchrun lists those it ended, too
-                rank = int(next(filter(None, named.groups()))) if named else None
-            who = "a rank" if rank is None else f"rank {rank}"
-            raise LaunchError(f"{who} of {num_ranks} failed (exit status {status})\n{tail(log)}")
+            raise LaunchError(f"a rank of {num_ranks} failed (exit status {status})\n{tail(log)}")
         return text.partition("\n")[2]
 
 
-def records(program: Sequence[str], num_ranks: int, driver: Driver, **options: Any) -> list[dict[str, Any]]:
+def records(
+    program: Sequence[str],
+    num_ranks: int,
+    driver: Driver,
+    *,
+    num_hosts: int | None = None,
+    rate: str | None = None,
+    timeout: float | None = None,
+) -> list[dict[str, Any]]:
     """Run a program as :func:`run` does, and return what its ranks printed as JSON objects, one a line.
 
+    Args:
+        program: Python's arguments.
+        num_ranks: how many ranks to start.
+        driver: see :func:`lines`.
+        num_hosts: emulated hosts to start them on, if there is a ``rate``; by default one for each rank.
+        rate: of the hosts' links; None for ranks without emulated hosts.
+        timeout: seconds after which the ranks are ended.
+
     Raises:
+        HostsError: hosts cannot be emulated here.
         LaunchError: there is none, or as :func:`run`.
     """
-    printed = run(program, num_ranks, driver, **options)
+    count = num_hosts or num_ranks
+    with Hosts(count, rate, ranks_per_host=num_ranks // count) if rate else contextlib.nullcontext() as hosts:
+        printed = run(program, num_ranks, driver, hosts=hosts, timeout=timeout)
     # horovodrun puts the rank in front of each line
     found = [line[line.find('{"') :] for line in printed.splitlines() if '{"' in line and line[-1] == "}"]
     if not found:

@@ -35,6 +35,10 @@ def scale(
 ) -> None:
     """Predict an exchange's time and bytes among any number of workers, by a model fitted to measured exchanges.
 
+    Collectives are rings, dense ones too; nothing overlaps with a backward pass; each rank has a core like that of the
+    fit, and each host a link for itself. Beyond the numbers of workers and the rates of the fit, figures are
+    extrapolated. * marks what is no faster than dense.
+
     Example: python -m experiments scale --set resnet50 --rate 100mbit,1gbit --workers 8,64
     """
     from experiments import nets
@@ -56,7 +60,6 @@ def scale(
             print(f"Seconds per exchange of {set} at {each}, {title}{scaling.table(rows, each)}\n")
         print(f"Bytes on a host's link, {title}{scaling.table(rows, rates[0], 'on_host')}\n")
     tables.show(scaling.errors({over: model}), "Errors of predictions of exchanges that a fit had not seen")
-    print("\n".join(scaling.notes(model, rates)))
     name = ("scale-nodes" if per_host > 1 else f"scale-{set}") + ("-mpi4py" if over == "mpi4py" else "")
     about = {"driver": over, "constants": model.constants, "per_host": per_host, "inside": inside}
     written = [results.save(name, predicted, out, **about)]

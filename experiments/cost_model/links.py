@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cluster import launch
-from experiments.cluster.hosts import Hosts
 from experiments.cost_model import model
 from experiments.cost_model.fitted import sharing
 from experiments.cost_model.imagined import Request
@@ -65,8 +64,7 @@ def measure(rate: str) -> list[dict[str, Any]]:
         HostsError: the hosts could not be set up.
         LaunchError: a rank failed.
     """
-    with Hosts(HOSTS, rate) as hosts:
-        printed = launch.records(["-m", MODULE, "rank"], HOSTS, "mpi", hosts=hosts)
+    printed = launch.records(["-m", MODULE, "rank"], HOSTS, "mpi", rate=rate)
     place = {"set": "mpi", "rate": bits_of(rate), "shared": sharing(HOSTS)}
     records = []
     for one in printed:

@@ -118,20 +118,3 @@ def errors(fits: Mapping[str, Fitted]) -> pd.DataFrame:
 
     columns = {name: {split: text(found) for split, found in fit.held_out.items()} for name, fit in fits.items()}
     return pd.DataFrame(columns).rename_axis("held out").reset_index()
-
-
-def notes(fitted: Fitted, rates: Sequence[str]) -> list[str]:
-    """Return what a reader must know to read the predictions."""
-    most, measured = fitted.points["world_size"].max(), fitted.points["rate"]
-    said = [
-        "*: no faster than dense. Collectives as rings, dense too; nothing overlaps with a backward pass; each rank "
-        "has a core like that of the fit, and each host a link for itself.",
-        f"Beyond {most} workers nothing was measured: those figures extrapolate the formulas.",
-    ]
-    if beyond := [rate for rate in rates if not measured.min() <= bits_of(rate) <= measured.max()]:
-        said.append(
-            f"{', '.join(beyond)}: beyond the fit, whose links had {measured.min() / 1e6:g} to "
-            f"{measured.max() / 1e6:g} Mbit/s. Real times can be several times longer, as other limits than the link "
-            "take over. `python -m experiments bench` measures them."
-        )
-    return said

@@ -1,7 +1,7 @@
 """Other remedies for error feedback with momentum, as contenders of the study. They are not part of the library.
 
-Each is top-k with another rule around it, in NumPy only. ``momentum`` is the factor of the paper; GMC and EF21-SGDM
-need an optimizer without momentum, which :data:`REMEDIES` sets.
+Each is top-k with another rule around it, in NumPy only. ``momentum`` and ``decay`` are the papers' factors; GMC and
+EF21-SGDM need an optimizer without momentum, which :data:`REMEDIES` sets.
 """
 
 from __future__ import annotations
@@ -113,21 +113,21 @@ class EF21SGDM(Remedy):
 
         v = (1 − η)·v + η·g           c = C(v − h)           h = h + c           w = w − lr·(mean over ranks of h)
 
-    η is 1 − ``momentum``. v begins with the first gradient, as in the paper. h begins with zeros: the paper sends the
+    η is 1 − ``decay``. v begins with the first gradient, as in the paper. h begins with zeros: the paper sends the
     first gradient whole.
     """
 
     sparse: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
     feedback: FeedbackName = "none"
-    momentum: Momentum = 0.9
+    decay: Momentum = 0.9
 
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
         shared = Slot((spec.size,), scope="shared", merge="keep")
         return {"average": Slot((spec.size,)), "estimate": Slot((spec.size,)), "total": shared}
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
-        kept = np.float32(self.momentum if ctx.step else 0.0)
+        kept = np.float32(self.decay if ctx.step else 0.0)
         average = kept * state["average"] + (np.float32(1.0) - kept) * x
         chosen = select.largest(average - state["estimate"], self.counts(ctx.spec), ctx, work)
         shares, change = yield from self.gather(chosen, ctx, work)

@@ -1,11 +1,11 @@
-"""The papers' claims, tested on real data: ``python -m experiments reproduce gaussiank [--quick | --full]``.
+"""The papers' claims, tested on real data: ``python -m experiments reproduce gaussiank [--quick]``.
 
 Each paper is a folder with a ``claims.py``, whose ``PAPER`` lists its claims. To add a claim:
 
 1. Write a *measure*: a function at the top of a module that takes plain data as keywords, a ``seed`` among them, and
    returns a record, or a list of records, of plain data. ``simulate.watch`` trains a task with simulated ranks and
    shows the measure the steps that it asks for.
-2. Write a function from a :class:`~experiments.papers.claims.Scale` to a list of
+2. Write a function that returns a list of
    :class:`~experiments.units.Unit`: one call of the measure each, such as one setting. Each is measured with
    every seed, and its results are kept on disk, so a minute per unit is long enough. Claims that list the same unit
    share its results.

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
-from experiments.papers.page import PAPERS
 from experiments.units import Unit
 from hvdcompress.registry import suggest
 
@@ -95,25 +90,12 @@ class Verdict:
 
     outcome: Outcome
     number: str  #: a sentence with the number that decides it and its spread over seeds
-    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  #: all figures, by title
     figure: Figure | None = None  #: if it says more than the number
     caption: str = ""  #: what the figure shows
     notes: str = ""  #: sentences with further measured numbers; all other remarks are in the page's template
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How much is measured."""
-
-    full: bool = False  #: trainings of ten times as many steps (hours)
-    seeds: tuple[int, ...] = (0, 1, 2)  #: of each measurement
-
-    def steps(self, count: int) -> int:
-        """Return the steps of a training that has ``count`` on the pages."""
-        return 10 * count if self.full else count
-
-
-Units = Callable[[Scale], list[Unit]]
+Units = Callable[[], list[Unit]]
 
 
 @dataclass(frozen=True)
@@ -126,9 +108,9 @@ class Claim:
     units: Sequence[Units]
     trains: bool = False
 
-    def needed(self, scale: Scale) -> dict[str, list[list[Unit]]]:
+    def needed(self, seeds: Sequence[int]) -> dict[str, list[list[Unit]]]:
         """Return the units of each verdict: one, or two with the optimizer's momentum kept and adapted."""
-        groups = [[unit.given(seed=seed) for unit in units(scale) for seed in scale.seeds] for units in self.units]
+        groups = [[unit.given(seed=seed) for unit in units() for seed in seeds] for units in self.units]
         if not self.trains:
             return {"": groups}
         return {how: [[_with_momentum(unit, how) for unit in group] for group in groups] for how in ("keep", "adapt")}
@@ -136,8 +118,7 @@ class Claim:
     def record(self, verdict: Verdict, **more: Any) -> Record:
         """Return all that a page says about the claim, as plain data."""
         found = {name: getattr(verdict, name) for name in ("number", "caption", "notes")}
-        tables = {title: json.loads(frame.to_json(orient="records")) for title, frame in verdict.tables.items()}
-        return {"claim": self.id, **more, "text": self.text, **vars(verdict.outcome), **found, "tables": tables}
+        return {"claim": self.id, **more, "text": self.text, **vars(verdict.outcome), **found}
 
 
 def _with_momentum(unit: Unit, momentum: str) -> Unit:
@@ -182,15 +163,3 @@ class Paper:
             if id not in known:
                 raise ValueError(f"--claims: {self.id} has no {id!r}{suggest(id, known)}; it has {', '.join(known)}")
         return [claim for claim in self.claims if not ids or claim.id in ids]
-
-
-def find(id: str) -> Paper:
-    """Return a paper.
-
-    Raises:
-        ValueError: there is none of that id; the message names those that there are.
-    """
-    if id not in PAPERS:
-        raise ValueError(f"no claims of {id!r}{suggest(id, list(PAPERS))}; there are: {', '.join(PAPERS)}")
-    paper: Paper = importlib.import_module(f"experiments.papers.{id}.claims").PAPER
-    return paper

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,15 +13,10 @@ from experiments.options import split
 
 
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="scalecom, gradiveq, fft, gaussiank, or peers: newer methods.")],
-    full: Annotated[
-        bool | None,
-        typer.Option(
-            "--full/--quick",
-            help="Trainings ten times as long, hours; or one seed. Neither: as docs/papers has it.",
-            show_default=False,
-        ),
-    ] = None,
+    paper: Annotated[
+        Literal["scalecom", "gradiveq", "fft", "gaussiank", "peers"], typer.Argument(help="peers: newer methods.")
+    ],
+    quick: Annotated[bool, typer.Option("--quick", help="One seed instead of three.")] = False,
     claims: Annotated[str | None, typer.Option(help="Only these, such as S5,S6.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: build/reproduce/PAPER.")] = None,
     jobs: Annotated[
@@ -37,18 +33,17 @@ def reproduce(
     import pandas as pd
 
     from experiments.papers import run
-    from experiments.papers.claims import Scale, find
     from experiments.papers.page import brief
     from experiments.report import tables
     from experiments.training.tasks import TASKS
 
-    found = find(paper)
+    found = import_module(f"experiments.papers.{paper}.claims").PAPER
     for task in found.tasks:
         if problem := TASKS[task].missing():
             raise ValueError(f"the data of {task!r} is missing: {problem}")
     folder = output or Path("build/reproduce") / paper
-    scale = Scale(seeds=(0,)) if full is False else Scale(full=bool(full))
-    records = run.reproduce(found, folder, scale, jobs or len(os.sched_getaffinity(0)), split(claims))
+    seeds = (0,) if quick else (0, 1, 2)
+    records = run.reproduce(found, folder, seeds, jobs or len(os.sched_getaffinity(0)), split(claims))
     lines = [(record["claim"], record["text"], brief(record), record["number"]) for record in records]
     tables.show(pd.DataFrame(lines, columns=["claim", "what the paper says", "here it", "number"]))
     print(f"written: {folder / f'papers-{paper}.json'}")

@@ -55,22 +55,17 @@ def load(name: str, folder: Path = FOLDER) -> pd.DataFrame:
 
 def about() -> dict[str, Any]:
     """What makes a result: command, commit (with ``+`` where files differ from it), date, machine."""
-    here = Path(__file__).resolve().parent
-
-    def git(*words: str) -> str:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
-            return done.stdout.strip()
-        return ""
-
+    words = ["git", "-C", str(FOLDER), "describe", "--always", "--exclude=*", "--dirty=+"]
+    commit = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = subprocess.run(words, capture_output=True, text=True, timeout=10).stdout.strip()
     cpu = ""
     with contextlib.suppress(OSError):
         names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         cpu = names[0] if names else ""
-    changed = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
     return {
         "command": shlex.join(["python", "-m", "experiments", *sys.argv[1:]]),
-        "commit": git("rev-parse", "--short", "HEAD") + changed,
+        "commit": commit,
         "date": date.today().isoformat(),
         "machine": {"cores": os.cpu_count(), "cpu": cpu, "system": sys.platform},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from hvdcompress.cli.advise.losses import gap_of
+from hvdcompress.cli.numbers import mean_interval
 
 
 def gaps(frame: pd.DataFrame, value: str, by: str, reference: str, paired: list[str]) -> pd.DataFrame:
@@ -26,5 +26,5 @@ def gaps(frame: pd.DataFrame, value: str, by: str, reference: str, paired: list[
     rows = []
     for keys, group in joined.dropna(subset=["_gap"]).groupby([*paired[:-1], by], sort=False):
         names = dict(zip([*paired[:-1], by], keys, strict=True))
-        rows.append({**names, **gap_of(group["_gap"].tolist())._asdict(), "pairs": len(group)})
+        rows.append({**names, **mean_interval(group["_gap"].tolist())._asdict(), "pairs": len(group)})
     return pd.DataFrame(rows)

@@ -22,27 +22,18 @@ compressed partial sum is on its way, the receiver compresses its own segment, a
 all-gather it decompresses one segment while the next one is on its way. If payloads cannot be added, the receiver
 decodes, adds, and encodes again at every hop: p roundings instead of one.
 
-:func:`ring` is the algorithm of one rank. :func:`ring_allreduce` runs it over MPI, :func:`simulate` runs p of them in
-threads of one process.
-
->>> from experiments.ring.codecs import Dense
->>> xs = [np.float32([1, 2, 3]), np.float32([10, 20, 30])]
->>> simulate(xs, [Dense(), Dense()])[0]
-RingSum(total=array([11., 22., 33.], dtype=float32), payload=12, sent=12)
+:func:`ring` is the algorithm of one rank; :func:`ring_allreduce` runs it over MPI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.ring.codecs import Array, SegmentCodec
-
-PATIENCE = 60  #: seconds that a simulated rank waits for its predecessor, which may have failed
 
 #: Starts to send a payload [uint8] to the next rank, and to receive so many bytes from the previous one; returns a
 #: function that waits for both transfers and returns what was received.
@@ -103,22 +94,6 @@ def ring(x: Array, codec: SegmentCodec, rank: int, p: int, exchange: Exchange) -
         payload = receive()
     unpack(rank + 2 - p, payload)
     return RingSum(total, sum(num_bytes), sent)
-
-
-def simulate(xs: Sequence[Array], codecs: Sequence[SegmentCodec]) -> list[RingSum]:
-    """Run all ranks in threads of this process: the vector and the codec of each rank -> the result of each rank."""
-    p = len(xs)
-    queues: list[SimpleQueue[Array]] = [SimpleQueue() for _ in xs]
-
-    def run(rank: int) -> RingSum:
-        def exchange(payload: Array, num_bytes: int) -> Callable[[], Array]:
-            queues[(rank + 1) % p].put(payload)
-            return lambda: queues[rank].get(timeout=PATIENCE)
-
-        return ring(xs[rank], codecs[rank], rank, p, exchange)
-
-    with ThreadPoolExecutor(p) as pool:
-        return list(pool.map(run, range(p)))
 
 
 def ring_allreduce(x: Array, codec: SegmentCodec, comm: Any) -> RingSum:

@@ -1,4 +1,4 @@
-"""How a ring writes segments: payloads that add (:class:`Linear`), and payloads that are encoded again at every hop."""
+"""How a ring writes segments: payloads that add (:class:`Dense`), and payloads that are encoded again at every hop."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class SegmentCodec(Protocol):
 # -- payloads that add ---------------------------------------------------------------------------
 
 
-class Linear:
-    """A linear map to float32 values: the sum of payloads is the payload of the sum, Σ Q(x) = Q(Σ x)."""
+class Dense:
+    """All values: the plain ring. The base of linear maps, with which Σ Q(x) = Q(Σ x)."""
 
     @property
     def grain(self) -> int:
@@ -63,35 +63,9 @@ class Linear:
         return fast.from_bytes(payload, "float32")
 
 
-class Dense(Linear):
-    """All values: the plain ring."""
-
-
 @dataclass(frozen=True)
-class Chosen(Linear):
-    """The values at ``index`` [k], ascending and equal on all ranks, such as random-k's; zeros elsewhere."""
-
-    index: Array
-
-    def _within(self, start: int, stop: int) -> Array:
-        first, last = np.searchsorted(self.index, [start, stop])
-        return self.index[first:last] - start
-
-    def num_values(self, start: int, stop: int) -> int:
-        return len(self._within(start, stop))
-
-    def prepare(self, x: Array, start: int) -> Array:
-        return x[self._within(start, start + len(x))]
-
-    def decode(self, payload: Array, start: int, stop: int) -> Array:
-        out = np.zeros(stop - start, np.float32)
-        out[self._within(start, stop)] = fast.from_bytes(payload, "float32")
-        return out
-
-
-@dataclass(frozen=True)
-class Projection(Linear):
-    """GradiVeQ's compressed steps: Uᵀ(x − μ/p) of each slice; U·q + μ of the sum q (Yu et al. 2018).
+class Projection(Dense):
+    """GradiVeQ's compressed steps without a mean: Uᵀx of each slice; U·q of the sum q (Yu et al. 2018).
 
     Payloads are multiplied by a power of two below 1, so that their sum overflows only where the vectors' sum does.
     Elements after the last whole slice are sent unchanged.
@@ -99,12 +73,10 @@ class Projection(Linear):
     Attributes:
         basis: Uᵀ [d × slice] float32, with orthonormal rows.
         world_size: the number of ranks p.
-        mean: μ [whole slices of x] float32; None for zeros.
     """
 
     basis: Array
     world_size: int
-    mean: Array | None = None
 
     @property
     def grain(self) -> int:
@@ -123,8 +95,6 @@ class Projection(Linear):
         whole = slices * self.grain
         shrunk: Array = x * np.float32(self.shrinkage)
         centred = shrunk[:whole]
-        if self.mean is not None:
-            centred = centred - self.mean[start : start + whole] * np.float32(self.shrinkage / self.world_size)
         if slices:
             centred = fast.matmul_transposed(centred, self.basis.reshape(-1), slices, len(self.basis))
         return np.concatenate([centred, shrunk[whole:]])
@@ -136,8 +106,6 @@ class Projection(Linear):
         filled = q[:edge]
         if slices:
             filled = fast.matmul(filled, self.basis.reshape(-1), slices, self.grain)
-        if self.mean is not None:
-            filled = filled + self.mean[start : start + len(filled)] * np.float32(self.shrinkage)
         return fast.scaled(np.concatenate([filled, q[edge:]]), 1.0 / self.shrinkage)
 
 
@@ -157,7 +125,7 @@ class Recoded:
 
     codec: Codec
     ctx: Context
-    values: Linear = Dense()
+    values: Dense = Dense()
 
     @property
     def grain(self) -> int:

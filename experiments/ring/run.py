@@ -25,7 +25,7 @@ import pandas as pd
 
 from experiments.report import numbers, plots, results, tables
 from experiments.ring.algorithm import ring_allreduce
-from experiments.ring.codecs import Array, Chosen, Dense, Projection, Recoded, SegmentCodec
+from experiments.ring.codecs import Array, Dense, Projection, Recoded, SegmentCodec
 from hvdcompress import registry
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.mpi import Compressor  # before mpi4py, whose environment it sets
@@ -52,12 +52,11 @@ def ways_of(n: int, methods: Sequence[str], comm: Any) -> dict[tuple[str, str], 
     """Return ways to add vectors of n elements over the ranks of ``comm``, by their kind and name."""
     ctx = Context(comm.rank, comm.size, 0, TensorSpec("ring", (n,)))
     rng = np.random.default_rng(0)  # equal on all ranks
-    index = np.sort(rng.choice(n, max(1, n // 100), replace=False))
     size = min(768, n)  # of a slice
     basis = np.linalg.qr(rng.standard_normal((size, max(1, size // 8))))[0].T
     projection = Projection(np.ascontiguousarray(basis, np.float32), comm.size)
     formats = known_codecs()
-    added = {"fp32": Dense(), "random-k 1 %": Chosen(index), "GradiVeQ 8x": projection}
+    added = {"fp32": Dense(), "GradiVeQ 8x": projection}
     coded = {name: Recoded(codec, ctx) for name, codec in formats.items()}
     coded["GradiVeQ 8x, qsgd8"] = Recoded(formats["qsgd8"], ctx, projection)
 

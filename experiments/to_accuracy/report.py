@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.attach import DENSE, NOOP
+from experiments.attach import DENSE
 from experiments.momentum.contenders import without_rate
-from experiments.to_accuracy.contenders import baseline_of, parse
+from experiments.to_accuracy.contenders import parse
 from experiments.to_accuracy.races import RACES
 from experiments.to_accuracy.run import best, reached
-from hvdcompress.cli.advise.losses import gap_of
+from hvdcompress.cli.numbers import mean_interval
 
 SCORED = 5  #: the score is the mean of so many last evaluations
 COMPARISON = ["race", "device", "driver", "rate"]
@@ -77,14 +77,19 @@ def comparisons(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 def table(rows: pd.DataFrame) -> pd.DataFrame:
     """Return a row per contender of a comparison, the first one to arrive at the top.
 
-    Steps and seconds are means over the seeds, and NaN if one of them has not reached the target. The last columns are
-    the seconds as a share of those of dense training, and of the first baseline to arrive: mean and interval.
+    Steps and seconds are means over the seeds, and NaN if one of them has not reached the target. The last column is
+    the seconds as a share of those of dense training: mean and 90 % interval over the seeds.
     """
 
     def mean(values: pd.Series) -> float:
         return float(values.mean(skipna=False))
 
-    found = rows.groupby("contender", sort=False).agg(
+    def spread(values: pd.Series) -> str:
+        return "{:.2f} ({:.2f} to {:.2f})".format(*mean_interval(values.dropna().tolist()))
+
+    dense = rows[rows["contender"] == DENSE].set_index("seed")["seconds"]
+    found = rows.assign(of_dense=rows["seconds"] / rows["seed"].map(dense)).groupby("contender", sort=False)
+    table = found.agg(
         milliseconds=("milliseconds", "first"),
         p95=("p95", "first"),
         longest=("longest", "first"),
@@ -93,17 +98,6 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
         steps=("step", mean),
         seconds=("seconds", mean),
         score=("score", "mean"),
+        of_dense=("of_dense", spread),
     )
-    found = found.sort_values("seconds")
-    there = found.index[found["seconds"].notna()]
-    alternatives = [name for name in there if baseline_of(name) not in (None, NOOP) and "@" not in name]
-    for title, reference in (("of dense", [DENSE]), ("of the best alternative", alternatives[:1])):
-        base = rows[rows["contender"].isin(reference)].set_index("seed")["seconds"]
-        shares = (rows["seconds"] / rows["seed"].map(base)).groupby(rows["contender"])
-        found[title] = [_spread(shares.get_group(name).dropna()) if name in there else None for name in found.index]
-    return found.reset_index()
-
-
-def _spread(values: pd.Series) -> str | None:
-    mean, low, high = gap_of(values.tolist())
-    return f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if len(values) > 1 else "") if len(values) else None
+    return table.sort_values("seconds").reset_index()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.cluster import launch
-from experiments.cluster.hosts import Hosts
 from experiments.momentum.contenders import at_rate, without_rate
 from experiments.to_accuracy.races import RACES
 from experiments.units import Unit, measure
@@ -67,11 +65,9 @@ def start(given: Record, race: Record) -> list[Record]:
         LaunchError: the ranks failed; the message has the end of their output.
         HostsError: emulated hosts cannot be set up.
     """
-    count, rate = race["ranks"], given["rate"]
     driver: launch.Driver = "ddp" if given["driver"] == "ddp" else "gloo"
-    hosts = Hosts(count, rate) if rate else None
-    with hosts or nullcontext():
-        return launch.records(["-m", MODULE, json.dumps(given)], count, driver, hosts=hosts, timeout=TIMEOUT)
+    program = ["-m", MODULE, json.dumps(given)]
+    return launch.records(program, race["ranks"], driver, rate=given["rate"], timeout=TIMEOUT)
 
 
 # -- trainings ----------------------------------------------------------------------------------------------

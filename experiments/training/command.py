@@ -1,8 +1,7 @@
-"""``python -m experiments quickstart``, ``run`` and ``report``."""
+"""``python -m experiments quickstart`` and ``run``."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -56,16 +55,13 @@ def run(
     hosts: CountOption = None,
     rate: RateOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the results. Default: runs/NAME, or runs/NAME-2, …")
+        Path | None, typer.Option(help="Folder of the results. Default: runs/NAME, or runs/NAME-DRIVER.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on in --out, or the newest: keep finished runs.")
-    ] = False,
 ) -> None:
     """Train every task with every method and seed of CONFIG on several ranks, and report.
 
-    Writes config.yaml, metrics/*.jsonl, log.txt, records.json, table.md and scores.svg. Ctrl-C ends every rank; what is
-    finished is kept.
+    Writes config.yaml, results.jsonl, records.json, table.md and scores.svg. Runs that have a result are skipped: the
+    same command goes on where Ctrl-C or an error ended it.
 
     Example: sudo python -m experiments run end_to_end --hosts 4 --rate 100mbit
     """
@@ -73,53 +69,28 @@ def run(
     from experiments.training.experiment import Experiment
 
     experiment = Experiment.open(config_file(config, "experiments"))
-    network = emulated_hosts(hosts, rate, ranks)
     experiment = experiment.override(ranks or hosts, steps, split(methods), split(tasks))
-    _train(experiment, driver, network, out, resume)
+    _train(experiment, driver, emulated_hosts(hosts, rate, ranks), out)
 
 
 def _train(
-    experiment: Experiment,
-    driver: Driver | None,
-    network: Hosts | None = None,
-    out: Path | None = None,
-    resume: bool = False,
+    experiment: Experiment, driver: Driver | None, network: Hosts | None = None, out: Path | None = None
 ) -> None:
-    from experiments.cluster.launch import has_horovod, stoppable
-    from experiments.report.folders import choose
+    import pandas as pd
+
+    from experiments.cluster.launch import has_horovod
     from experiments.training.report import publish
-    from experiments.training.run import check, prepare, train
+    from experiments.training.run import units_of
+    from experiments.units import measure
 
     driver = driver or ("horovod" if has_horovod() else "ddp")
     if driver != "ddp" and not has_horovod():
         raise ValueError(f"--driver {driver}: Horovod is not installed for this Python; launch/setup.sh builds it")
-    check(experiment)
-    folder = choose(experiment.name if driver == "horovod" else f"{experiment.name}-{driver}", out, resume)
+    folder = out or Path("runs") / (experiment.name if driver == "horovod" else f"{experiment.name}-{driver}")
+    units = units_of(experiment, driver, *((network.count, network.rate) if network else (None, None)))
+    place = str(network or f"{experiment.ranks} ranks")
+    print(f"{experiment.name}: {len(units)} runs on {place} → {folder}", flush=True)
+    found = measure(units, folder, 1)
+    experiment.save(folder / "config.yaml")
     link = str(network or ("shared memory" if driver == "horovod" else "TCP on the loopback interface"))
-    with stoppable():
-        prepare(folder, experiment, driver, link)
-        place = str(network or f"{experiment.ranks} ranks")
-        print(f"{experiment.name}: {len(experiment.runs())} runs on {place} → {folder}", flush=True)
-        try:
-            with network or contextlib.nullcontext():
-                finished = train(experiment, folder, driver, link, network)
-        finally:
-            if any((folder / "metrics").iterdir()):
-                publish([folder], folder)
-    if not finished:
-        raise typer.Exit(1)
-
-
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that `run` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write. Default: RUN, or runs/compare for several.")] = None,
-) -> None:
-    """Make the table and the plot of a training again, or compare several.
-
-    Example: python -m experiments report runs/quickstart runs/quickstart-ddp
-    """
-    from experiments.training.report import publish
-
-    out = out or (runs[0] if len(runs) == 1 else Path("runs/compare"))
-    out.mkdir(parents=True, exist_ok=True)
-    publish(runs, out)
+    publish(experiment, pd.DataFrame([row for rows in found for row in rows]), link, folder)

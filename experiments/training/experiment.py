@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -46,25 +44,12 @@ class Task(Entry):
         return TASKS[self.task].metric
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One training: a task, a method and a seed."""
 
     task: Task
     method: MethodEntry
     seed: int
-    ranks: int
-
-    @property
-    def id(self) -> str:
-        """Its name, which is valid as a file's name: ``digits.topk.0``."""
-        words = (self.task.label, self.method.label, str(self.seed))
-        return ".".join(re.sub(r"[^A-Za-z0-9_=+-]+", "-", word) for word in words)
-
-    def spec(self) -> dict[str, Any]:
-        """Everything that its result depends on, as plain data."""
-        task, method = self.task.model_dump(exclude={"log_every"}), self.method.model_dump(exclude_none=True)
-        return {"task": task, "method": method, "seed": self.seed, "ranks": self.ranks}
 
 
 class Experiment(ConfigFile):
@@ -87,26 +72,15 @@ class Experiment(ConfigFile):
     Unknown keys, unknown methods and values out of range are errors that name the file, the line and the key.
     """
 
-    what = "experiment"
-
     name: str = Field("experiment", pattern=NAME)
     ranks: int = Field(2, ge=1, le=1024)
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
     tasks: list[Task] = Field(min_length=1)
     methods: list[MethodEntry] = Field(min_length=1)
 
-    def _check(self, taken: Sequence[str] = ()) -> None:
-        super()._check(taken)
-        if len(set(self.seeds)) < len(self.seeds):
-            raise self.error(("seeds",), f"{self.seeds} holds a seed twice")
-        if len({run.id for run in self.runs()}) < len(self.runs()):
-            raise self.error(("methods",), "two labels differ only in punctuation: make them more different")
-
     def runs(self) -> list[Run]:
         """Every training, task by task, so that the methods to compare come one after the other."""
-        return [
-            Run(task, method, seed, self.ranks) for task in self.tasks for seed in self.seeds for method in self.methods
-        ]
+        return [Run(task, method, seed) for task in self.tasks for seed in self.seeds for method in self.methods]
 
     def override(
         self,

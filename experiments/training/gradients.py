@@ -33,13 +33,10 @@ def load(path: Path) -> Gradients:
     """Read gradients that :func:`save` wrote, as [step][rank]{name: array}.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds something else.
+        ValueError: there is no such file, or it holds something else.
     """
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist; python -m experiments.training.save_gradients {path} makes one"
-        )
+        raise ValueError(f"{path} does not exist; python -m experiments save-gradients {path} makes one")
     found: dict[int, dict[int, dict[str, Any]]] = {}
     try:
         with safe_open(path, framework="numpy") as file:

@@ -1,18 +1,16 @@
-"""The training loop of every driver: from a run's seed to the events of its result."""
+"""The training loop of every driver: from a run's seed to its record."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import joblib
 import numpy as np
 
-from experiments.report import jsonl
-from experiments.training.experiment import Run, Task
+from experiments.training.experiment import Task
 from experiments.training.tasks import data_of
 
 if TYPE_CHECKING:
@@ -21,11 +19,8 @@ if TYPE_CHECKING:
 
 UNTIMED_STEPS = 10  # the first steps compile kernels and fill Horovod's caches: not part of the step time
 EVALUATIONS = 8  # of the held-out set, evenly over the steps
+LAST = 0.05  # the loss is the mean over so much of the steps, at the end
 COMPUTED = 3  # forward and backward passes without an exchange that are timed at each evaluation
-
-
-class Diverged(Exception):
-    """The loss is not finite any more; raised by every rank in the same step."""
 
 
 def learning_rate(task: Task, step: int) -> float:
@@ -34,38 +29,31 @@ def learning_rate(task: Task, step: int) -> float:
     return task.learning_rate * warm * (0.5 * (1 + math.cos(math.pi * step / task.steps)) if task.decays else 1.0)
 
 
-def train(ranks: DdpRanks, run: Run, trainer: Trainer, file: Path, **notes: Any) -> None:
-    """Train one run, and write its events on rank 0: start, step …, finished.
+def train(ranks: DdpRanks, task: Task, seed: int, trainer: Trainer) -> dict[str, Any]:
+    """Train one run, and return its record.
 
     Args:
         ranks: all ranks of the launch: :class:`DdpRanks`, or a module of Horovod, which has the same functions.
-        run: what is trained.
+        task: what is trained.
+        seed: of the batches.
         trainer: at its initial parameters.
-        file: of the events, JSON lines.
-        notes: further facts of the ``start`` event.
+
+    Returns:
+        ``score`` and ``loss`` at the end, or an ``error`` if the loss became NaN or Inf; ``scores`` [step, score];
+        ``parameters``, how many; and the means over ranks of seconds and bytes per step.
 
     Raises:
-        Diverged: the loss is not finite.
         RuntimeError: the ranks' parameters differ in the end.
     """
-    task, data = run.task, data_of(run.task.task)
+    data = data_of(task.task)
     compressor: Any = trainer.compressor
     ledger = compressor.ledger
-    sizes = [parameter.size for parameter in trainer.parameters().values()]
-
-    def say(event: str, **values: Any) -> None:
-        if ranks.rank() == 0:
-            jsonl.append(file, {"event": event, **values})
-
-    def score() -> float:
-        mine = trainer.evaluate(data.held_out(ranks.rank(), ranks.size()))
-        return task.metric.value(*sums(ranks, mine, "score"))
-
-    print(f"[{run.id}] {compressor.describe()}", flush=True)
-    say("start", spec=run.spec(), parameters=sum(sizes), describe=compressor.describe(), **notes)
-    batches = data.batches(ranks.rank(), ranks.size(), run.seed, task.batch_size)
+    batches = data.batches(ranks.rank(), ranks.size(), seed, task.batch_size)
     untimed = min(UNTIMED_STEPS, task.steps // 2)
-    losses, computing, seconds, codec = [], [], 0.0, 0.0
+    record: dict[str, Any] = {"parameters": sum(parameter.size for parameter in trainer.parameters().values())}
+    scores: list[tuple[int, float]] = []
+    losses, means, computing = [], [], []
+    seconds, codec = 0.0, 0.0
     for step in range(task.steps):
         rate, batch = learning_rate(task, step), next(batches)
         if step == untimed:
@@ -78,12 +66,14 @@ def train(ranks: DdpRanks, run: Run, trainer: Trainer, file: Path, **notes: Any)
         if (step + 1) % task.log_every == 0 or last:
             mean = sums(ranks, [sum(losses) / len(losses)], "average")[0] / ranks.size()
             if not math.isfinite(mean):
-                raise Diverged(f"the loss is {mean} at step {step + 1}: try a lower learning_rate")
+                return {**record, "scores": scores, "error": f"the loss is {mean} at step {step + 1}"}
             losses = []
             compressor.report_metrics(loss=mean)
-            scored = last or (step + 1) % (math.ceil(task.steps / EVALUATIONS / task.log_every) * task.log_every) == 0
-            say("step", step=step + 1, loss=mean, **({"score": score()} if scored else {}))
-            if scored:
+            if step + 1 > (1 - LAST) * task.steps:
+                means.append(mean)
+            if last or (step + 1) % (math.ceil(task.steps / EVALUATIONS / task.log_every) * task.log_every) == 0:
+                evaluated = trainer.evaluate(data.held_out(ranks.rank(), ranks.size()))
+                scores.append((step + 1, task.metric.value(*sums(ranks, evaluated, "score"))))
                 computing += [trainer.compute(batch) for _ in range(COMPUTED)]
     mine = {
         "step_s": seconds / (task.steps - untimed),
@@ -93,23 +83,14 @@ def train(ranks: DdpRanks, run: Run, trainer: Trainer, file: Path, **notes: Any)
         "wire_bytes": ledger.bytes_on_wire() / task.steps,
         "dense_bytes": ledger.dense_bytes() / task.steps,
     }
-    every = ranks.allgather_object((mine, _fingerprint(trainer.parameters())), name="totals")
+    every = ranks.allgather_object((mine, joblib.hash(trainer.parameters())), name="totals")
     if len({hash for _, hash in every}) > 1:
         raise RuntimeError(f"after training, the ranks' parameters differ: {[hash for _, hash in every]}")
     # means over ranks; but the others wait for the rank that transmits the most
-    figures = {key: (max if key == "wire_bytes" else np.mean)([one[key] for one, _ in every]) for key in mine}
-    say("finished", score=score(), parameters_sha256=every[0][1], counters=ledger.counters(), **figures)
+    figures = {key: float((max if key == "wire_bytes" else np.mean)([one[key] for one, _ in every])) for key in mine}
+    return {**record, "scores": scores, "score": scores[-1][1], "loss": float(np.mean(means)), **figures}
 
 
 def sums(ranks: DdpRanks, mine: Sequence[float], name: str) -> list[float]:
     """Return the sums over ranks of a few numbers; equal on all ranks."""
     return np.sum(ranks.allgather_object(list(map(float, mine)), name=name), axis=0).tolist()
-
-
-def _fingerprint(parameters: dict[str, np.ndarray]) -> str:
-    """Return a hash of every bit of the parameters."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(parameters.items()):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(parameter).tobytes())
-    return digest.hexdigest()

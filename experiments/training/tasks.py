@@ -259,8 +259,10 @@ def net_of(task: str, net: str | None) -> str:
     """Return the net that learns a task: the one that is named, or the task's own.
 
     Raises:
-        ValueError: there is no such net, or it learns data of another kind.
+        ValueError: there is no such task or net, or the net learns data of another kind.
     """
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}{suggest(task, list(TASKS))}; known: {', '.join(TASKS)}")
     own = TASKS[task].net
     known = next(nets for nets in NETS.values() if own in nets)
     if net is not None and net not in known:

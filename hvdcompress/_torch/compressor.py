@@ -118,6 +118,7 @@ class TensorCompressor(compressor.Compressor):
             one of the parameters.
     """
 
+    framework: TorchFramework
     grouping: Grouping  #: how the driver groups small tensors into buckets
 
     def __init__(
@@ -268,10 +269,10 @@ class TensorCompressor(compressor.Compressor):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _new_step(self, network: Collectives | Levels, agree: Agree) -> Step:
+    def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
         self.framework.begin()
         undo()  # an optimizer's step has failed, or was interrupted
-        step = Step(self.rank_state, network, self._terms, agree, self.framework)
+        step = super()._new_step(network, config, agree)
         step.unused = set(self._frozen)
         return step
 

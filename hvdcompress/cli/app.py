@@ -6,14 +6,11 @@ Commands import slow modules only when they run, so that ``--help`` is fast.
 from __future__ import annotations
 
 import json
-import os
 import traceback
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.completion import completion_init, get_completion_script
 from typer.core import TyperGroup
 
 from hvdcompress.cli.console import fail
@@ -68,14 +65,11 @@ app = typer.Typer(
         f"torchrun --nproc-per-node 2 -m hvdcompress advise {FUNCTIONS} — should I compress?",
         "hvdcompress methods scalecom — one method: the bytes it sends, its options and their values",
         "Exit status: 0 success; 1 something does not work; 2 wrong argument or file, missing package; 130 Ctrl-C.",
-        'Shell completion: eval "$(hvdcompress completion bash)"',
     ),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -100,7 +94,6 @@ def _known_methods(incomplete: str) -> list[str]:
 def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each check may take.")] = 120,
     warm: Annotated[bool, typer.Option("--warm", help="Instead, compile the kernels of all methods.")] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Check the installation, with all-reduces of two ranks under DDP and Horovod.
 
@@ -109,13 +102,13 @@ def doctor(
     """
     from hvdcompress.cli import doctor as checks
 
-    checks.warm() if warm else checks.run(timeout, as_json)
+    checks.warm() if warm else checks.run(timeout)
 
 
 @app.command(epilog=examples("hvdcompress methods", "hvdcompress methods topk", "hvdcompress methods --json"))
 def methods(
     id: Annotated[str | None, typer.Argument(help="Describe this one.", autocompletion=_known_methods)] = None,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the methods with their papers, payloads and defaults; or print the documentation of one."""
     from hvdcompress import registry
@@ -130,28 +123,15 @@ def methods(
         catalogue.print_methods()
 
 
-@app.command(epilog=examples("hvdcompress configs", "hvdcompress configs topk --copy plan.yaml"))
+@app.command(epilog=examples("hvdcompress configs", "hvdcompress configs topk > plan.yaml"))
 def configs(
     id: Annotated[str | None, typer.Argument(help="A method, or auto.", autocompletion=_known_methods)] = None,
-    copy: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to this new file.")] = None,
 ) -> None:
     """Print a plan for a method, to be edited: commented YAML with all its options and their defaults."""
     from hvdcompress import registry
     from hvdcompress.cli import catalogue
 
-    if id is None:
-        if copy:
-            raise ValueError("--copy needs a method: `hvdcompress configs` lists them")
-        typer.echo("\n".join(["auto", *registry.available()]))
-        return
-    text = catalogue.config(id)
-    if copy is None:
-        typer.echo(text, nl=False)
-        return
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with copy.open("x", encoding="utf-8") as file:  # an existing file is an error
-        file.write(text)
-    typer.echo(f"written: {copy}")
+    typer.echo(catalogue.config(id) if id else "\n".join(["auto", *registry.available(), ""]), nl=False)
 
 
 @app.command(epilog=examples("hvdcompress describe checkpoints/step-1000"))
@@ -177,43 +157,26 @@ def advise(
     model: Annotated[str, _function("A function that returns your torch.nn.Module.")],
     data: Annotated[str, _function("A function that returns this rank's next batch.")],
     loss: Annotated[str | None, _function("The loss of model and batch. Default: cross-entropy of a pair.")] = None,
-    optimizer: Annotated[str | None, _function("The optimizer of a model; needed to compare losses.")] = None,
+    optimizer: Annotated[str | None, _function("The optimizer of a model. Default: SGD.")] = None,
     methods: Annotated[str, typer.Option(help="Methods with settings, or files of plans; with commas.")] = (
         "auto, topk density=0.01, powersgd matrix_rank=4, qsgd bits=4, fp16"
     ),
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender; more give surer verdicts.")] = 4,
-    seconds: Annotated[float, typer.Option(min=0, help="Of each training whose loss is compared; 0: none.")] = 10.0,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each contender.")] = 3,
     link: Annotated[str | None, typer.Option(metavar="RATE", help="Also predict steps at 100mbit, 1gbit, ….")] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recommended plan there.")] = None,
 ) -> None:
     """Should I compress, and how? Measure it with your model, on ranks that you start like your training.
 
-    Measures real steps of dense training, of your framework's own fp16 and of some methods, in turns. Then trains dense
-    and with the fastest method for the same seconds, and compares the losses. Takes two to six minutes.
+    Measures real steps of dense training, of your framework's own fp16 and of some methods, in turns. Takes one to
+    three minutes. It recommends by step time: read from docs/which-method.md how accurate each method is.
     """
     from hvdcompress.cli.advise import run
 
     functions = {"--model": model, "--data": data, "--loss": loss, "--optimizer": optimizer}
     given = {option: words for option, words in functions.items() if words}
     debug = bool(context.find_root().params.get("debug"))
-    run.advise(given, methods, run.Effort(rounds, seconds, seeds), link, plan, debug)
-
-
-Shell = StrEnum("Shell", ["bash", "zsh", "fish"])
-
-
-@app.command(epilog=examples('eval "$(hvdcompress completion bash)"', "hvdcompress completion fish | source"))
-def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
-    """Print a script with which the shell completes commands, options and methods."""
-    typer.echo(get_completion_script(prog_name="hvdcompress", complete_var="_HVDCOMPRESS_COMPLETE", shell=shell.value))
+    run.advise(given, methods, rounds, link, debug)
 
 
 def main() -> None:
     """Run the command line."""
-    completion_init()
-    try:
-        app(prog_name="hvdcompress")
-    except BrokenPipeError:
-        # The reader of a pipe has closed it, as head does. Without this, the interpreter reports the error at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    app(prog_name="hvdcompress")

@@ -38,8 +38,9 @@ def print_methods() -> None:
         own = [f"{f.name}={f.default}" for f in fields(cls) if common.get(f.name, MISSING) != f.default]
         rows.append({"method": id, "paper": cls.paper, "a rank sends": cls.sends, "defaults": " ".join(own)})
     print_table(rows)
-    more = "n elements, k kept, p ranks. About one method: hvdcompress methods scalecom"
-    console_of().print(f"\n[dim]{more}[/]", highlight=False)
+    console_of().print(
+        "\n[dim]n elements, k kept, p ranks. About one method: hvdcompress methods scalecom[/]", highlight=False
+    )
 
 
 def describe(id: str) -> None:

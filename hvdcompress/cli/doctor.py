@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -55,13 +54,12 @@ class Check:
     code: str = ""  #: by default it prints the version of the package that the title names
     packages: Sequence[str] = ()  #: what has to be installed; by default the package that the title names
     launch: str = ""  #: the command that starts ranks, if the code needs several
-    needed: bool = False  #: whether it is an error if a package is missing
 
     def run(self, timeout: float) -> Finding:
         """Run the check, for so many seconds at most."""
         missing = [name for name in self.packages or [self.title] if importlib.util.find_spec(name) is None]
         if missing:
-            return Finding("broken" if self.needed else "absent", f"{', '.join(missing)}: not installed", self.advice)
+            return Finding("absent", f"{', '.join(missing)}: not installed", self.advice)
         if self.launch and not shutil.which(command := self.launch.split()[0], path=PATH):
             return Finding("absent", f"not tried: {command} is not installed", self.advice)
         code = self.code or f"import {self.title}; print({self.title}.__version__)"
@@ -83,16 +81,15 @@ def _run(line: Sequence[str], timeout: float) -> tuple[bool, str]:
     ) as process:
         try:
             out, err = process.communicate(timeout=timeout)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        except subprocess.TimeoutExpired:
+            return False, f"no result within {timeout:.0f} s"
+        finally:  # does nothing if the process has ended
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            return False, f"no result within {timeout:.0f} s"
-    lines = [re.sub(r"^\[[\d,]+\]<std(out|err)>:\s?", "", each).strip() for each in f"{err}\n{out}".splitlines()]
-    lines = [each for each in lines if each] or ["no message"]
+    stripped = (re.sub(r"^\[[\d,]+\]<std(out|err)>:\s?", "", each).strip() for each in f"{err}\n{out}".splitlines())
+    lines = list(filter(None, stripped)) or ["no message"]
     if process.returncode == 0:
         return True, lines[-1]
     errors = [found[0] for each in lines if (found := ERROR.search(each))]
@@ -148,39 +145,33 @@ dist.destroy_process_group()
 """
 TORCH, MPI = "pip install 'hvdcompress[torch]'", "pip install 'hvdcompress[mpi]'"
 SETUP = "launch/setup.sh in the sources of hvdcompress builds Horovod and installs everything else"
-TORCHRUN = "torchrun --standalone --nproc-per-node 2 --no-python"
 CHECKS = [
-    Check("hvdcompress", "pip install hvdcompress", CORE, needed=True),
+    Check("hvdcompress", "pip install hvdcompress", CORE),
     Check("numba", "pip install numba; codecs are slower without"),
     Check("torch", TORCH),
     Check("triton", "pip install 'hvdcompress[triton]'; the gradients of a GPU take more passes without"),
     Check("tensorflow", "pip install 'hvdcompress[tensorflow]'"),
     Check("mpi4py", MPI, MPI4PY, launch="mpirun --oversubscribe -np 2"),  # alone, Open MPI's wheel does not start
     Check("horovod", SETUP, HOROVOD),
-    Check("all-reduce, DDP", TORCH, DDP_RANK, ["torch"], TORCHRUN),
+    Check("all-reduce, DDP", TORCH, DDP_RANK, ["torch"], "torchrun --standalone --nproc-per-node 2 --no-python"),
     Check("all-reduce, MPI", SETUP, HOROVOD_RANK, ["horovod", "torch"], "horovodrun -np 2 --mpi"),
     Check("all-reduce, Gloo", SETUP, HOROVOD_RANK, ["horovod", "torch"], "horovodrun -np 2 --gloo"),
 ]
 
 
-def run(timeout: float, as_json: bool = False) -> None:
+def run(timeout: float) -> None:
     """Run every check, print the results, and exit with status 1 if something that is installed does not work."""
-    console = console_of(stderr=as_json)
-    findings = {}
+    console, broken = console_of(), 0
     for index, check in enumerate(CHECKS, 1):
         with console.status(escape(f"[{index}/{len(CHECKS)}] checking {check.title} …")):
-            finding = findings[check.title] = check.run(timeout)
-        if not as_json:
-            line = f"{MARKS[finding.state]} {check.title:17} {escape(finding.found)}"
-            console.print(line, highlight=False, soft_wrap=True)
-            if finding.advice:
-                console.print(f"  {'':17} [dim]{escape(finding.advice)}[/]", highlight=False, soft_wrap=True)
-    broken = sum(finding.state == "broken" for finding in findings.values())
-    if as_json:
-        typer.echo(json.dumps([{"check": title, **asdict(finding)} for title, finding in findings.items()], indent=1))
-    else:
-        end = f"[red]{broken} of {len(CHECKS)} checks failed.[/]" if broken else "Everything that is installed works."
-        console.print(end, highlight=False)
+            finding = check.run(timeout)
+        broken += finding.state == "broken"
+        line = f"{MARKS[finding.state]} {check.title:17} {escape(finding.found)}"
+        console.print(line, highlight=False, soft_wrap=True)
+        if finding.advice:
+            console.print(f"  {'':17} [dim]{escape(finding.advice)}[/]", highlight=False, soft_wrap=True)
+    end = f"[red]{broken} of {len(CHECKS)} checks failed.[/]" if broken else "Everything that is installed works."
+    console.print(end, highlight=False)
     raise typer.Exit(bool(broken))
 
 

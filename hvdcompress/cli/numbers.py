@@ -1,9 +1,12 @@
-"""Numbers with units as people read and write them."""
+"""Numbers with units as people read and write them, and the interval of a mean."""
 
 from __future__ import annotations
 
 import math
 import re
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
 
 HEADERS = 66 / 1448  #: bytes of TCP, IP and Ethernet headers (with TCP's time stamps) for each byte of payload
 
@@ -44,3 +47,22 @@ def bits_of(rate: str) -> int:
     if bits < 10_000:
         raise ValueError(f"{rate!r} is not a rate: write 100mbit, 1gbit or 2.5gbit; 10kbit at least")
     return bits
+
+
+class Interval(NamedTuple):
+    """A mean and its 90 % interval, which is NaN with fewer than two values."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return the mean of values, such as paired differences, with its t interval."""
+    import scipy.stats  # takes half a second
+
+    mean = statistics.fmean(values) if values else math.nan
+    if len(values) < 2:
+        return Interval(mean, math.nan, math.nan)
+    margin = float(scipy.stats.t.ppf(0.95, len(values) - 1) * scipy.stats.sem(values))
+    return Interval(mean, mean - margin, mean + margin)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["Started", "is_first", "started"]
-
 #: (variable of the rank, variable of the world size, driver that connects such ranks).
 #: Slurm comes last, because mpirun and torchrun inside a Slurm job set their own variables, too.
 _LAUNCHERS = (

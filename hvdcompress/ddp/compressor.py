@@ -319,12 +319,9 @@ class Compressor(TensorCompressor):
         assert self._network is not None
         self._transport.begin()
         self.rank_state.begin_round()
-        step = self._step = self._new_step(self._network, Agree.FIRST_AND_LAST)
+        step = self._step = self._new_step(self._network, self._terms, Agree.FIRST_AND_LAST)
         step.factor = factor
-        with step.defer_errors:
-            step.loss_scale = self._current_loss_scale()
         step.run(lambda: add(step))
-        self.ledger.steps += step.finite
         self._end_step(step)
 
     def _add_all(self, step: Step, arrivals: Iterator[Arrival]) -> None:

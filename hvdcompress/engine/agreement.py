@@ -2,6 +2,14 @@
 
 Ranks exchange one :class:`Status` per agreement, as an elementwise maximum. Only if it shows a difference do they
 gather texts, to raise the same :class:`PeerError` with the same message everywhere.
+
+Why a maximum of eight numbers: it is one small collective of a fixed length, which every network has. The maximum of a
+flag tells whether any rank has set it. The maximum of (f, −f) is (f, −f) again only if all ranks have the same f; a sum
+or an average can hide a difference. Plan, tensors and steps enter as one hash of 52 bits, because float64 holds it and
+its negative exactly. Texts have different lengths and need two collectives, so they wait for an error.
+
+What is not nice: a rank that called Horovod's ``join()`` contributes zeros without knowing of this status, and shows
+only because no loss scale is zero. A hash tells that something differs, not what: the ranks gather their plans then.
 """
 
 from __future__ import annotations

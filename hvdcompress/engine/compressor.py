@@ -14,13 +14,16 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from hvdcompress.engine import late
+from hvdcompress.engine.agreement import SharedConfig
+from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.fallback import SPREAD, Verdict
+from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
 from hvdcompress.engine.rehearsal import gathers
 from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import Step, evaluate_loss_scale
+from hvdcompress.engine.step import Agree, Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.describe import describe, first_step
 from hvdcompress.engine.telemetry.explanation import explanation
@@ -54,6 +57,7 @@ class Compressor(ABC):
     """
 
     driver = "unnamed"  #: the name of the driver, which is saved with the state
+    framework = Framework()  #: functions of the driver's framework that the engine calls
     _no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
 
     def __init__(
@@ -168,8 +172,16 @@ class Compressor(ABC):
         """Return whether the ranks of this Compressor are gone, as after a reset of elastic training."""
         return False
 
+    def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
+        """Return a step with the current loss scale, whose error is deferred."""
+        step = Step(self.rank_state, network, config, agree, self.framework)
+        with step.defer_errors:
+            step.loss_scale = self._current_loss_scale()
+        return step
+
     def _end_step(self, step: Step) -> None:
-        """Finish a step: log a report after the first one, and update the fallback with the ranks' votes."""
+        """Count a step; log a report after the first one, and update the fallback with the ranks' votes."""
+        self.ledger.steps += step.finite
         fallback = self.rank_state.fallback
         if self.rank_state.paused or not step.finite:
             return

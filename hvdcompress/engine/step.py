@@ -6,6 +6,26 @@ order or by name (``transport.ordered``), and when the ranks agree (:class:`Agre
 
 With two levels (``levels.py``), a bucket passes through three networks, and the ranks of a node must start its way back
 in the same order; apart from that, both kinds of exchanges are driven alike.
+
+Why the ranks agree, and why at these points. A step must have the same effect on all ranks: if one rank keeps a new
+residual and another one discards it, they diverge without an error. So each rank tells the others in a *status* whether
+it has failed, whether its gradients are finite, and what it believes about plan, tensors, steps and loss scale.
+
+- Ordered networks match the n-th collective of a rank with the n-th of the others. If plans differ, payloads of
+  different lengths meet, and gloo and MPI truncate them or hang. So a status precedes the first collective. It is sent
+  before the gradients exist, to overlap with the backward pass, and cannot tell whether they are finite; so a second
+  status follows the last collective.
+- Networks that match by name start collectives in the order of hooks, which differs between ranks, so no status can
+  precede all of them. One status is sent when all exchanges are in flight, before this rank waits for any of them: a
+  rank that failed may never start its part.
+
+What was tried: one status at the end (a rank with another plan hung in the first collective); waiting for one tensor
+after the other (a deadlock if ranks start them in different orders); a status for each tensor (it costs as much as the
+exchange of a small tensor; TensorFlow's driver has no choice).
+
+What is not nice: a rank that fails on an ordered network needs an alarm (``safety/alarm.py``), since its collectives
+cannot be cancelled. With two levels under Horovod there are two statuses, because only the owner of a bucket sees the
+sum of its node. An agreed trigger outlives a step that is not finite, although nothing else of the step does.
 """
 
 from __future__ import annotations
@@ -385,9 +405,8 @@ class Step:
             raise self.error
         self.apply_status(status)
         # Only now is it certain that all ranks are at the same step, and so compare in the same one
-        if self.levels and self.checksums:
+        if self.levels and self.rank_state.verifies():
             texts = self.collectives.gather_text("verify", json.dumps(self.checksums))
-            self.checksums = {}
             assert self.rank_state.nodes is not None
             sums = [json.loads(text) for text in texts]
             verify.compare(sums, self.rank_state.steps_done(), self.rank_state.nodes.local_size)

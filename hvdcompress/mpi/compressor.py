@@ -131,20 +131,17 @@ class Compressor(compressor.Compressor):
         self.rank_state.begin_round()
         placement = self.rank_state.placement
         error: Exception | None = None
-        scale = 1.0
         tensors = _Tensors((), (), SharedConfig({}, {}))
         try:
             given = {name: plain_array(array, repr(name)) for name, array in arrays.items()}
             outs = _check_outs(out, given)
             tensors = self._describe_tensors(given, op)
-            scale = self._current_loss_scale()
         except Exception as caught:
             # Raised here, it would leave the other ranks waiting for the status of this one. step.run() raises it
             # after it has told them
             error = caught
-        step = self._step = Step(self.rank_state, self._network, tensors.terms, Agree.FIRST_AND_LAST)
-        step.loss_scale = scale
-        step.error = error
+        step = self._step = self._new_step(self._network, tensors.terms, Agree.FIRST_AND_LAST)
+        step.error = error or step.error
         step.factor = 1.0 / self.rank_state.world_size if op == "average" else 1.0
         try:
             step.run(lambda: self._add_all(step, tensors, given, outs))
@@ -155,7 +152,6 @@ class Compressor(compressor.Compressor):
             raise
         finally:
             self._step = None
-        self.ledger.steps += step.finite
         self._end_step(step)
         self.rank_state.note_step(began, time.perf_counter())
         self.rank_state.warn_about_unused()

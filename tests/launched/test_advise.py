@@ -1,4 +1,4 @@
-"""``hvdcompress advise`` in ranks under torchrun and Horovod: verdicts, plans, and how errors end it."""
+"""``hvdcompress advise`` in ranks under torchrun and Horovod: verdicts, and how errors end it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from hvdcompress.plan import load_plan
 from tests.installed import needs, without_tensorflow
 from tests.launching import environment
 
@@ -86,14 +85,12 @@ def end_of(run, seconds):
 
 @pytest.mark.timeout(290)
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("horovodrun", marks=pytest.mark.slow)])
-def test_two_ranks_measure_train_and_decide(tmp_path, launcher):
-    words = ["--rounds", "1", "--seconds", "0.5", "--seeds", "1", "--link", "10mbit", "--plan", "p.yaml"]
-    run = start(tmp_path, launcher, *words, program=("topk.py",))
+def test_two_ranks_measure_and_decide(tmp_path, launcher):
+    run = start(tmp_path, launcher, "--rounds", "1", "--link", "10mbit", program=("topk.py",))
     output = end_of(run, 280)
     assert run.returncode == 0 and output.count("Verdict: compress with topk") == 1, output
-    for words in ("no exchange", "dense", "own fp16", "predicted at 10mbit", "loss after 0.5 s", ".attach("):
+    for words in ("no exchange", "dense", "own fp16", "predicted at 10mbit", "which-method.md", ".attach("):
         assert words in output, output
-    assert load_plan(tmp_path / "p.yaml") == load_plan({"method": "topk"})
     assert "hvdcompress: topk" not in output, "the library's own messages"
 
 

@@ -63,7 +63,7 @@ def test_a_rank_that_dies_ends_all_and_is_named(driver, package, death, program,
     needs(package)
     script = program(f"time.sleep(1); {death}")
     (tmp_path / "log").write_text("earlier\n")
-    with pytest.raises(launch.LaunchError, match="rank 1 of 2 failed"):
+    with pytest.raises(launch.LaunchError, match="a rank of 2 failed"):
         launch.run(script, 2, driver, log=tmp_path / "log", timeout=50)
     assert not alive(script)
     log = (tmp_path / "log").read_text()

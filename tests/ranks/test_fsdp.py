@@ -141,14 +141,14 @@ def test_uncompressed_gradients_are_those_of_one_big_batch(driver, mesh):
     ],
 )
 def test_results_and_bytes_equal_the_loopback(driver, mesh, method, settings, monkeypatch):
-    reduce, seen = fsdp.Compressor.reduce, []
+    reduce, seen = fsdp.Compressor._reduce, []
 
     def recording(self, name, gradient):
         before = gradient.numpy().copy()
         reduce(self, name, gradient)
         seen.append((name, before, gradient.numpy().copy()))
 
-    monkeypatch.setattr(fsdp.Compressor, "reduce", recording)
+    monkeypatch.setattr(fsdp.Compressor, "_reduce", recording)
     model, optimizer, compressor = attached(method, mesh, **settings)
     weights = train(model, optimizer, range(3))
     assert len(seen) == 3 * len(LAYERS) == compressor.ledger.steps

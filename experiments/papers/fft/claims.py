@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 from typing import Any
 
@@ -14,10 +13,10 @@ from experiments.cluster.rates import title
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Scale, Verdict, judge
+from experiments.papers.claims import Paper, Verdict, judge
 from experiments.papers.fft import measures
 from experiments.papers.fft.formats import BITS
-from experiments.papers.frames import against_dense, groups, over_seeds, per_seed, spread
+from experiments.papers.frames import against_dense, groups, per_seed, spread
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
 from experiments.training import loop
@@ -51,10 +50,10 @@ DATA = {"raw": "gradients", "kept": "kept frequencies"}
 PAPER = Paper("fft", ["fashion_mnist", "noisy_digits", "bytes"])
 
 
-def watched(scale: Scale) -> list[Unit]:
+def watched() -> list[Unit]:
     """List dense trainings, watched."""
     steps = {"resnet20": 36, "digits_net": 90, "fnn3": 90, "byte_lstm": 45, "byte_transformer": 45}
-    tasks = {net: simulate.training(net, scale.steps(count)) for net, count in steps.items()}
+    tasks = {net: simulate.training(net, count) for net, count in steps.items()}
     return [Unit(measures.watched, {"task": task, "ranks": RANKS}, {"net": net}) for net, task in tasks.items()]
 
 
@@ -81,9 +80,9 @@ def diminishing(each: Settings, theta: float) -> Settings:
     return {"method": "fft", "density": 1 - theta, "schedule": {"density": {"diminishing": follows}}}
 
 
-def trained(scale: Scale) -> list[Unit]:
+def trained() -> list[Unit]:
     """List trainings with θ by schedule."""
-    tasks = {net: simulate.training(net, scale.steps(300)) for net in ("fnn3", "lenet5")}
+    tasks = {net: simulate.training(net, 300) for net in ("fnn3", "lenet5")}
     return [
         Unit(simulate.accuracy, {"task": task, "method": plan, "ranks": RANKS}, {"net": net, "method": name})
         for net, task in tasks.items()
@@ -91,7 +90,7 @@ def trained(scale: Scale) -> list[Unit]:
     ]
 
 
-def timed(_: Scale) -> list[Unit]:
+def timed() -> list[Unit]:
     """List the codecs of AlexNet's exchange."""
     return [
         Unit(measures.codecs, {"net": NET, "small": TENSOR, "method": method}, {"method": name}, alone=True)
@@ -125,10 +124,6 @@ def errors(rows: pd.DataFrame) -> Verdict:
             f"FFT errs less in fewer than {percent(MOST)} of the cells against every method",
         ),
         f"Share of the {len(cells)} cells in which FFT errs less than: {told}.",
-        {
-            "FFT's error divided by the other's, by kind of layer": over_seeds(rows, ["layers", "rival"], ["ratio"]),
-            "The same in each cell, and both errors": over_seeds(rows, [*place, "rival"], ["ratio", "fft", "other"]),
-        },
         plots.lines(by_step, "step", "ratio", "rival", "net", {"ratio": "FFT's error / other's"}, logarithmic),
         "FFT's error divided by each competitor's through training, at equal bytes, and top-k's at equal θ: median of "
         "the tensors, mean and range of seeds; below 1 FFT errs less.",
@@ -158,8 +153,6 @@ def training(rows: pd.DataFrame) -> Verdict:
         for plan in falling:
             cells[f"θ {plan} converges", words] = list(gaps[plan][net] >= -POINTS)
         cells["a lowered θ recovers", words] = list(regained[net] >= REGAINED)
-    rows["loss"] = [each[-1] if each else math.nan for each in rows["losses"]]
-    table = over_seeds(rows, ["net", "method"], ["value", "gap", "loss", "ratio"])
     losses = rows.assign(part=[list(range(1, len(each) + 1)) for each in rows["losses"]]).explode(["part", "losses"])
     losses = losses.astype({"part": float, "losses": float})
     return Verdict(
@@ -167,7 +160,6 @@ def training(rows: pd.DataFrame) -> Verdict:
         f"Points against dense, over nets and seeds: constant θ {LARGE:g} {spread(gaps[large])}, diminishing from "
         f"{LARGE:g} {spread(gaps[falling[1]])}, from {THETA:g} {spread(gaps[falling[0]])}; lowered from {LARGE:g} to "
         f"{HALVED:g} halfway {spread(gaps[lowered])}, which regains {spread(regained, percent)}.",
-        {"Held-out accuracy, %, its gap to dense, the last twentieth's loss, and the compression ratio": table},
         plots.lines(losses, "part", "losses", "method", "net", {"part": "twentieth of the training"}, logarithmic),
         "Training loss with θ by schedule: mean and range of seeds.",
     )
@@ -200,10 +192,6 @@ def numbers(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, "some other format errs less at every number of bits"),
         f"Error at 8 bits: {told}.",
-        {
-            "How often the range float errs less: nets, seeds and formats of that kind": pd.DataFrame(wins),
-            "‖decoded − x‖/‖x‖ over all tensors of a step": over_seeds(rows, ["bits", "format"], list(DATA)),
-        },
         plots.lines(long.replace({"data": DATA}), "bits", "error", "what", "data", {}, logarithmic),
         "Error of number formats on gradients and on kept frequencies, by bits: mean and range of seeds.",
     )
@@ -236,16 +224,10 @@ def alexnet(rows: pd.DataFrame) -> Verdict:
         each = {method: spread(list(one["seconds"]), seconds_of) for (method,), one in groups(some, "method")}
         others = ", ".join(f"{method} {text}" for method, text in each.items() if method != "fft")
         told.append(f"with {host} {each['fft']}, and {others}")
-    table = over_seeds(predicted, ["host", "link", "method"], ["seconds"])
-    work = over_seeds(rows, ["method"], ["seconds", *measures.PARTS, "further"])
     middle = fitted.held_out["a method, in turn"]["median"]
     return Verdict(
         judge(cells, "FFT is predicted to be slower than every other method"),
         f"Predicted: {WORLD} ranks at 10 Gbit/s; {'; '.join(told)}.",
-        {
-            f"Model, not measured: seconds of AlexNet's exchange among {WORLD} ranks": table,
-            "Measured: seconds of a rank's own work with two ranks, and for each further one": work,
-        },
         plots.lines(predicted, "link", "seconds", "method", "host", {"link": ""}, logarithmic),
         "Predicted time of AlexNet's exchange by link, with the codec of one core and with a faster one.",
         "The model's seconds: messages, bytes on the link, collectives, and the codec's measured seconds times the "

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.papers import simulate
-from experiments.papers.claims import Kind, Outcome, Paper, Scale, Verdict, judge
-from experiments.papers.frames import against_dense, exploded, groups, over_seeds, per_seed, spread
+from experiments.papers.claims import Kind, Outcome, Paper, Verdict, judge
+from experiments.papers.frames import exploded, groups, per_seed, spread
 from experiments.papers.gaussiank import measures
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
@@ -31,34 +31,34 @@ OURS = "Gaussian-k, bisect"
 PAPER = Paper("gaussiank", ["fashion_mnist"])
 
 
-def task(net: str, scale: Scale) -> dict[str, Any]:
+def task(net: str) -> dict[str, Any]:
     """Return the training of all claims.
 
     Of the learning rates 0.02, 0.05 and 0.1, LeNet-5 ends best with 0.05, dense, and FNN-3 with 0.05 or 0.1: so 0.05.
     """
-    return simulate.training(net, scale.steps(400))
+    return simulate.training(net, 400)
 
 
-def watched(scale: Scale) -> list[Unit]:
+def watched() -> list[Unit]:
     """List trainings with top-k at the paper's density, watched."""
     common = {"method": {"method": "topk", "density": 0.001}, "ranks": RANKS, "densities": list(DENSITIES)}
-    return [Unit(measures.watched, {"task": task(net, scale), **common}, {"net": net}) for net in NETS]
+    return [Unit(measures.watched, {"task": task(net), **common}, {"net": net}) for net in NETS]
 
 
-def timed(_: Scale) -> list[Unit]:
+def timed() -> list[Unit]:
     """List selections of vectors of several sizes."""
     settings = [{"n": n, "draws": draws} for n in SIZES for draws in ("normal", "laplace")]
     return [Unit(measures.times, {**each, "density": 0.001}, each, alone=True) for each in settings]
 
 
-def trained(scale: Scale) -> list[Unit]:
+def trained() -> list[Unit]:
     """List dense trainings, and those of three methods at three densities."""
     methods: list[dict[str, Any]] = [{"method": "none"}]
     methods += [{"method": id, "density": d} for d in DENSITIES for id in ("topk", "gaussiank", "randomk")]
     return [
         Unit(
             simulate.accuracy,
-            {"task": task(net, scale), "method": method, "ranks": RANKS},
+            {"task": task(net), "method": method, "ranks": RANKS},
             {"net": net, "density": 1.0, **method},
         )
         for net in NETS
@@ -80,16 +80,12 @@ def bells(rows: pd.DataFrame) -> Verdict:
     if outcome.kind is Kind.HOLDS and len(normal) < len(bell):
         told = f"as a bell for every tensor; as a Normal one for {len(normal)} of {len(bell)}"
         outcome = Outcome(Kind.CONDITIONS, told)
-    places = ["net", "tensor", "n", "phase"]
-    table = over_seeds(varied, places, ["normal", "laplace", "kurtosis", "beyond"])
-    table["steps with a bell"] = rows.groupby(places, sort=False)["bell"].mean().to_numpy()
     nearer = (varied["laplace"] < varied["normal"]).mean()
     return Verdict(
         outcome,
         f"Kolmogorov–Smirnov distance to a fitted Normal distribution: {spread(per_seed(varied, 'normal'))}; "
         f"a Laplace distribution fits better in {100 * nearer:.0f} % of the vectors. The rule of a Normal one is met "
         f"for {'; '.join(normal) or 'no tensor'} ({len(normal)} of {len(bell)}).",
-        {"Distances to a Normal and a Laplace distribution, excess kurtosis, share beyond 3σ": table},
         histograms(varied),
         "Histograms of gradient + residual, all tensors, in three phases of training.",
     )
@@ -132,8 +128,6 @@ def contraction(rows: pd.DataFrame) -> Verdict:
     if outcome.kind is Kind.HOLDS and odd["left"] > odd["bound"] and odd["above"] == 0:
         told = "for every vector measured below the line; the condition alone does not imply the bound"
         outcome = Outcome(Kind.CONDITIONS, f"{told} (counterexample below)")
-    counted = rows.groupby(["net", "density"])["broken"].agg(vectors="size", violations="sum").reset_index()
-    table = over_seeds(rows, ["net", "density"], ["left", "bound"]).merge(counted)
     # points of a density and a net beside each other
     rows["k/n"] = rows["density"] * np.linspace(0.85, 1.15, len(rows))
     return Verdict(
@@ -141,7 +135,6 @@ def contraction(rows: pd.DataFrame) -> Verdict:
         f"{rows['broken'].sum()} violations in the {rows['below'].sum()} comparisons (of {len(rows)}) below the line; "
         f"at 1 %, top-k leaves {spread(per_seed(rows[rows['density'] == 0.01], 'left'))} of the energy, the bound "
         f"{number(0.99**2, 4)}.",
-        {"‖u − top_k(u)‖²/‖u‖², and the bound": table},
         plots.lines(rows, "k/n", "left", "net", None, {"left": "‖u − top_k(u)‖²/‖u‖²"}, _bounds, "."),
         "The energy that top-k leaves, against the two bounds; each vector is a point.",
     )
@@ -180,7 +173,6 @@ def counted(rows: pd.DataFrame) -> Verdict:
         rule: ", ".join(f"{spread(by[rule, d], lambda v: f'{100 * v:.0f} %')} at {percent(d)}" for d in DENSITIES)
         for rule in ("paper", "bisect")
     }
-    table = over_seeds(rows, ["rule", "density"], ["ratio"]).merge(over_seeds(shares, ["rule", "density"], ["near"]))
     drawn, axes = plots.figure(len(DENSITIES), columns=len(DENSITIES), share_y=True)
     for ax, density in zip(axes, DENSITIES, strict=True):
         some = rows[(rows["density"] == density) & rows["rule"].isin(measures.RULES)].groupby("rule", sort=False)
@@ -193,7 +185,6 @@ def counted(rows: pd.DataFrame) -> Verdict:
         judge(cells, "neither of the paper's rules chooses about k often enough"),
         f"2k/3 to 4k/3 elements are chosen by the paper's rule in {told['paper']} of the vectors; not judged, by our "
         f"bisection in {told['bisect']}.",
-        {"Elements in units of k, and the share of the vectors with 2/3 to 4/3": table},
         drawn,
         "Elements that each rule's threshold chooses, in units of k; whiskers are 5 % and 95 %, grey is 2/3 to 4/3.",
     )
@@ -213,12 +204,12 @@ def selection(rows: pd.DataFrame) -> Verdict:
     took = wide.loc[largest].median()
     told = ", ".join(f"{number(took[name] / took[OURS])} times as long with {name}" for name in others)
     drawn = rows[rows["draws"] == "laplace"].assign(milliseconds=rows["seconds"] * 1e3)
-    labels = {"n": "n, elements"}
     return Verdict(
         judge(cells, "no size is selected faster"),
         f"On one CPU core, at n = {largest:,} and k/n = 0.1 %, {seconds_of(took[OURS])}; {told}.",
-        {"Seconds on one core": over_seeds(rows, ["n", "draws", "selector"], ["seconds"])},
-        plots.lines(drawn, "n", "milliseconds", "selector", None, labels, lambda ax, _: ax.loglog(), height=4.2),
+        plots.lines(
+            drawn, "n", "milliseconds", "selector", None, {"n": "n, elements"}, lambda ax, _: ax.loglog(), height=4.2
+        ),
         "Time to select 0.1 % of n values from a Laplace distribution, on one core.",
     )
 
@@ -237,16 +228,12 @@ def training(rows: pd.DataFrame) -> Verdict:
         cells[f"{place}: randomk worse"] = list(~(some["randomk"] >= enough.loc[net, density]))
     behind = wide["topk"] - wide["randomk"]
     lost = behind.isna().sum()
-    rows = against_dense(rows, "net")
-    table = over_seeds(rows, ["net", "method", "density"], ["value", "gap", "ratio"])
-    labels = {"value": "held-out accuracy, %"}
     return Verdict(
         judge(cells, "random-k trains as well, or Gaussian-k worse"),
         f"Gaussian-k against top-k: {spread(wide['gaussiank'] - wide['topk'])} points over nets, densities and seeds "
         f"(median, least to largest). Random-k is {spread(behind.dropna())} points behind top-k"
         + (f", and diverges in {lost} of {len(behind)} trainings." if lost else "."),
-        {"Held-out accuracy, %, its gap to dense, and the compression ratio": table},
-        plots.lines(sparse, "density", "value", "method", "net", labels, _above_seventy),
+        plots.lines(sparse, "density", "value", "method", "net", {"value": "held-out accuracy, %"}, _above_seventy),
         "Held-out accuracy by density: mean and range over seeds, without trainings that diverged or end below 70 %.",
     )
 

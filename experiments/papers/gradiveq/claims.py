@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from experiments import nets
 from experiments.cluster.hosts import problem
 from experiments.papers import simulate
-from experiments.papers.claims import Kind, Paper, Scale, Verdict, judge
-from experiments.papers.frames import against_dense, groups, over_seeds, per_seed, spread
+from experiments.papers.claims import Kind, Paper, Verdict, judge
+from experiments.papers.frames import against_dense, groups, per_seed, spread
 from experiments.papers.gradiveq import measures, rings
 from experiments.report import plots
 from experiments.report.numbers import number, rate_of, seconds_of
@@ -34,7 +34,7 @@ WINDOWS: dict[str, tuple[int, Settings]] = {
     "resnet20": (200, {"starts": [0, 100], "dense_steps": 40, "compressed_steps": 60, "every": 2}),
     "digits_net": (1000, {"starts": [200], **USUAL}),
 }
-STEPS = {"lenet5": 400, "digits_net": 600, "resnet20": 200}  #: of trainings that are judged by their accuracy
+STEPS = {"lenet5": 400, "digits_net": 600}  #: of trainings that are judged by their accuracy
 SIZES = [0, 64, 192]  #: elements of a slice; 0: the method's own choice
 #: layers whose rings are timed: the 3x3 convolutions of ResNet-32 but the first, the paper's net, and one of VGG's
 RINGS = {
@@ -75,22 +75,22 @@ def gradiveq(net: str, dense: int, compressed: int, **more: object) -> Settings:
     return found if net == "resnet20" else {**found, "tensors": "all"}
 
 
-def watched(scale: Scale) -> list[Unit]:
+def watched() -> list[Unit]:
     """List dense trainings during which GradiVeQ reduces the same gradients."""
     units = []
     for net, (steps, window) in WINDOWS.items():
         lengths = window["dense_steps"], window["compressed_steps"]
         entries = {"default": gradiveq(net, *lengths), "paper": gradiveq(net, *lengths, paper=True)}
-        moved = {"starts": [scale.steps(start) for start in window["starts"]]}
-        task = simulate.training(net, scale.steps(steps))
+        moved = {"starts": [start for start in window["starts"]]}
+        task = simulate.training(net, steps)
         common = {"ranks": RANKS, "tensors": list(LAYERS[net]), "sizes": SIZES, "entries": entries}
         units.append(Unit(measures.watched, {"task": task, **window, **moved, **common}, {"net": net}))
     return units
 
 
-def quantized(scale: Scale) -> list[Unit]:
+def quantized() -> list[Unit]:
     """List the same of LeNet-5 with GradiVeQ, QSGD and both at equal ratios, in the 40 steps after 60 dense ones."""
-    lenet5, net = watched(scale)[0], "lenet5"
+    lenet5, net = watched()[0], "lenet5"
     entries = {
         entry: gradiveq(net, 60, 40, min_rate=elements, lam=0.0, max_samples=512, values=values)
         if elements
@@ -128,10 +128,9 @@ def trainings(net: str, steps: int) -> dict[str, Settings]:
     }
 
 
-def trained(scale: Scale) -> list[Unit]:
-    """List dense trainings and those with GradiVeQ; ResNet-20 takes too long for short ones."""
-    short = ("lenet5", "digits_net")
-    tasks = {net: simulate.training(net, scale.steps(STEPS[net])) for net in (STEPS if scale.full else short)}
+def trained() -> list[Unit]:
+    """List dense trainings and those with GradiVeQ; ResNet-20 takes too long."""
+    tasks = {net: simulate.training(net, steps) for net, steps in STEPS.items()}
     return [
         Unit(simulate.accuracy, {"task": task, "method": method, "ranks": RANKS}, {"net": net, "method": name})
         for net, task in tasks.items()
@@ -139,7 +138,7 @@ def trained(scale: Scale) -> list[Unit]:
     ]
 
 
-def timed(_: Scale) -> list[Unit]:
+def timed() -> list[Unit]:
     """List rings over every link; over those of emulated hosts if hosts can be emulated."""
     mixes = {name: mix for mixes in MIXES.values() for name, mix in mixes.items()}
     common = {"ranks": RANKS, "rings": {"dense": (0, "fp32"), **mixes}}
@@ -165,17 +164,23 @@ def correlated(rows: pd.DataFrame) -> Verdict:
         filters = own[own["order"] == "oihw"]
         kinds = [(filters, "error"), (own[own["order"] == "hwio"], "error"), (small, "error"), (filters, "control")]
         told.append(f"{net} {', '.join(spread(per_seed(part, column)) for part, column in kinds)}")
-    table = over_seeds(rows, ["net", "tensor", "order", "size", "start"], ["error", "control"])
     long = rows.melt(["net", "size", "order"], ["error", "control"], "what", "left")
     long["what"] = long["order"].where(long["what"] == "error", "elements shuffled")
-    labels = {"size": "elements of a slice, n", "left": "error at rank n/8"}
-    drawn = plots.lines(long, "size", "left", "what", "net", labels, lambda ax, _: ax.set_xscale("log"), columns=3)
+    drawn = plots.lines(
+        long,
+        "size",
+        "left",
+        "what",
+        "net",
+        {"size": "elements of a slice, n", "left": "error at rank n/8"},
+        lambda ax, _: ax.set_xscale("log"),
+        columns=3,
+    )
     return Verdict(
         judge(cells, f"the best basis of rank n/8 leaves {CORRELATED:g} or more of every layer in some seed"),
         "Error of the best basis of rank n/8 for convolutions, slices of the default size with whole filters (oihw) "
         f"and in the paper's order (hwio), slices of {max(SIZES)} and less, and the first with each slice's elements "
         f"shuffled: {'; '.join(told)}.",
-        {"Error of the best basis": table},
         drawn,
         "The error of the best basis of rank n/8, by slice size: mean and range of layers, windows and seeds.",
     )
@@ -205,14 +210,20 @@ def carries(rows: pd.DataFrame) -> Verdict:
     steps = found.explode(["ages", "errors"]).astype({"ages": int, "errors": float})
     steps["window"] = steps["net"] + ", dense from step " + steps["start"].astype(str)
     steps = steps.groupby(["window", "seed", "entry", "ages"], as_index=False, sort=False)["errors"].median()
-    labels = {"ages": "steps after the fit", "errors": "‖ĝ − ḡ‖/‖ḡ‖"}
     best = min(pd.Series(each).median() for each in ratios.values())
     late = [f"{spread(each)} for {net} with {entry} settings" for (net, start, entry), each in ratios.items() if start]
     return Verdict(
         judge(cells, f"the error is at best {number(best)} times the oracle's"),
         f"Error over the oracle's, windows in the middle of training: {', '.join(late)}.",
-        {"Medians over steps and layers": over_seeds(medians, by, ["error", "oracle", "ratio"])},
-        plots.lines(steps, "ages", "errors", "entry", "window", labels, lambda ax, _: ax.set_ylim(0, 1.5)),
+        plots.lines(
+            steps,
+            "ages",
+            "errors",
+            "entry",
+            "window",
+            {"ages": "steps after the fit", "errors": "‖ĝ − ḡ‖/‖ḡ‖"},
+            lambda ax, _: ax.set_ylim(0, 1.5),
+        ),
         "Errors of steps after the dense ones, median of the layers, compared with the oracle's.",
     )
 
@@ -231,16 +242,24 @@ def training(rows: pd.DataFrame) -> Verdict:
     both = [(net, method) for net in names for method in ("default", "paper")]
     cells = {", ".join(place): [gap >= -POINTS for gap in gaps[place]] for place in both}
     told = {method: "; ".join(f"{spread(gaps[net, method])} for {net}" for net in names) for _, method in both[:2]}
-    table = over_seeds(rows, ["net", "method"], ["value", "gap", "wire"])
     sparse = rows[rows["method"] != "none"]
-    labels = {"wire": "overall compression ratio", "gap": "points against dense"}
     return Verdict(
         judge(cells, f"with both settings at least one seed loses more than {POINTS:g} point"),
         f"Against dense, in points: default settings {told['default']}; the paper's {told['paper']}. The highest "
         f"ratio of {FASTER:g}x at least overall, dense steps counted, within {POINTS:g} point in every seed: "
         f"{'; '.join(fastest(rows[rows['net'] == net], net) for net in names)}.",
-        {"Held-out accuracy, %, its gap to dense, and the overall ratio": table},
-        plots.lines(sparse, "wire", "gap", "method", "net", labels, _limits, "o", height=3.6, share_y=True),
+        plots.lines(
+            sparse,
+            "wire",
+            "gap",
+            "method",
+            "net",
+            {"wire": "overall compression ratio", "gap": "points against dense"},
+            _limits,
+            "o",
+            height=3.6,
+            share_y=True,
+        ),
         "Points against the same seed's dense training by the overall compression ratio, one per training.",
     )
 
@@ -289,10 +308,6 @@ def aggregation(rows: pd.DataFrame) -> Verdict:
         judge(cells, f"the fastest cycle is {best} as fast as dense"),
         f"The fastest cycle, {net} at {link} with {scheme}: {best} as fast as the dense ring; with dense steps as "
         f"they are {rate_of(plain)} at most.",
-        {
-            "Times faster than the dense ring, measured": over_seeds(found, ["net", "scheme", "link"], ["speed-up"]),
-            "One step of each ring": over_seeds(rows, ["net", "link", "ring", "sent"], ["seconds"]),
-        },
         plots.lines(found, "link", "speed-up", "scheme", "net", {"link": ""}, columns=1),
         "Speed-up of a cycle over the dense ring, by link: mean and range of seeds.",
         f"The fit of all bases, once a cycle, takes the busiest rank {fits}.",
@@ -329,10 +344,6 @@ def together(rows: pd.DataFrame, ring: pd.DataFrame) -> Verdict:
         outcome,
         f"Errors at 8x: GradiVeQ {at8[0]}, QSGD {at8[1]}, both {at8[2]}. The best of both has the lower error "
         f"{', '.join(lower)}.",
-        {
-            "Errors, and ratios by bytes on the wire": over_seeds(drawn, ["ratio", "entry", "wire"], ["error"]),
-            "Seconds of a step around the ring": over_seeds(ring, ["net", "link", "ring"], ["seconds"]),
-        },
         plots.lines(drawn, "ratio", "error", "what", None, {"ratio": "compression ratio of compressed steps"}),
         "Errors of GradiVeQ, of QSGD and of both together, at equal ratios: mean and range of seeds and combinations.",
     )

@@ -9,13 +9,11 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from experiments.cluster import launch
-from experiments.cluster.hosts import Hosts
 from experiments.ring.algorithm import ring_allreduce
 from experiments.ring.codecs import Dense, Projection, Recoded, SegmentCodec
 from hvdcompress.method import Context, TensorSpec
@@ -53,9 +51,8 @@ def timed(
         LaunchError: a rank failed.
     """
     text = json.dumps({"layers": layers, "seed": seed, "rounds": rounds, "rings": rings})
-    with nullcontext() if rate is None else Hosts(ranks, rate) as hosts:
-        program = ("-m", "experiments.papers.gradiveq.rings", text)
-        return launch.records(program, ranks, "mpi", hosts=hosts, timeout=PATIENCE)
+    program = ("-m", "experiments.papers.gradiveq.rings", text)
+    return launch.records(program, ranks, "mpi", rate=rate, timeout=PATIENCE)
 
 
 def run_rank(layers: Sequence[Sequence[int]], seed: int, rounds: int, rings: Mapping[str, tuple[float, str]]) -> None:

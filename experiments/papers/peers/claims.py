@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Scale, Units, Verdict, judge
-from experiments.papers.frames import against_dense, groups, over_seeds, spread
+from experiments.papers.claims import Paper, Units, Verdict, judge
+from experiments.papers.frames import against_dense, groups, spread
 from experiments.papers.peers import measures
 from experiments.report import plots
 from experiments.report.numbers import number, percent
@@ -33,17 +33,17 @@ COUNTED = ("oktopk", "arctopk", "gtopk", "scalecom", "topk")
 PAPER = Paper("peers", ["fashion_mnist"])
 
 
-def task(net: str, scale: Scale) -> dict[str, Any]:
+def task(net: str) -> dict[str, Any]:
     """Return the training of all claims, which is that of Gaussian-k's."""
-    return simulate.training(net, scale.steps(400))
+    return simulate.training(net, 400)
 
 
-def encoded(scale: Scale) -> list[Unit]:
+def encoded() -> list[Unit]:
     """List dense trainings whose gradients are encoded."""
-    return [Unit(measures.encoded, {"task": task(net, scale), "ranks": RANKS}, {"net": net}) for net in NETS]
+    return [Unit(measures.encoded, {"task": task(net), "ranks": RANKS}, {"net": net}) for net in NETS]
 
 
-def counted(scale: Scale) -> list[Unit]:
+def counted() -> list[Unit]:
     """List exchanges of sparse methods among several numbers of ranks."""
     common = {"task": simulate.training("fnn3", 400)}
     return [
@@ -58,11 +58,11 @@ def trained(*ids: str, densities: Sequence[float] = ()) -> Units:
     every = [(id, METHODS[id]) for id in ("none", *ids)]
     every += [(id, {**given, "density": more}) for id, given in every if "density" in given for more in densities]
 
-    def units(scale: Scale) -> list[Unit]:
+    def units() -> list[Unit]:
         return [
             Unit(
                 simulate.accuracy,
-                {"task": task(net, scale), "method": given, "ranks": RANKS},
+                {"task": task(net), "method": given, "ranks": RANKS},
                 {"net": net, "method": id, "density": given.get("density", 1.0)},
             )
             for net in NETS
@@ -75,12 +75,10 @@ def trained(*ids: str, densities: Sequence[float] = ()) -> Units:
 @PAPER.claim("P1", "Rounding at random to powers of two leaves an eighth of the energy at most, on average.", encoded)
 def eighth(rows: pd.DataFrame) -> Verdict:
     """Judge natural compression's squared error against its bound."""
-    table = over_seeds(rows, ["net", "tensor", "n"], ["natural"])
     most = rows.groupby(["net", "seed"])["natural"].max()
     return Verdict(
         judge({net: list(most[net] <= EIGHTH) for net in NETS}, "the bound is broken for every net"),
         f"It leaves {spread(rows['natural'])} of the energy; the bound is {EIGHTH}.",
-        {"‖C(g) − g‖²/‖g‖²": table},
     )
 
 
@@ -95,7 +93,6 @@ def rotated(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, "it is smaller for no tensor"),
         f"Of the squared error without it, with it there is {spread(list(rows['less']))}; medians by phase: {phases}.",
-        {"Squared errors over ‖g‖²": over_seeds(rows, ["net", "tensor", "n", "phase"], ["int4", "rotated"])},
         plots.lines(
             rows, "int4", "rotated", "net", None, {"int4": "without transform", "rotated": "with it"}, _equal, "."
         ),
@@ -119,14 +116,9 @@ def as_dense(id: str, named: str) -> Callable[[pd.DataFrame], Verdict]:
             judge(cells, f"it ends more than {number(POINTS)} point below dense"),
             f"{named}, points from dense: {spread(list(some['gap']))}, at a compression ratio of "
             f"{spread(list(some['ratio']))}.",
-            {"Held-out accuracy, %, its gap to dense, and the compression ratio": _table(rows)},
         )
 
     return judged
-
-
-def _table(rows: pd.DataFrame) -> pd.DataFrame:
-    return over_seeds(rows, ["net", "method", "density"], ["value", "gap", "ratio"])
 
 
 for method, claim, text, named in (
@@ -143,18 +135,20 @@ def six_k(rows: pd.DataFrame) -> Verdict:
     some = rows[rows["method"] == "oktopk"]
     cells = {f"{ranks} ranks": list(each["transmitted"] < 6) for (ranks,), each in groups(some, "ranks")}
     told = ", ".join(f"{number(each['transmitted'].median())} at {r}" for (r,), each in groups(some, "ranks"))
-    labels = {"ranks": "ranks", "transmitted": "words transmitted, in units of k"}
     return Verdict(
         judge(cells, "it transmits 6k words or more among any number of ranks"),
         f"Words that the busiest rank transmits per step, in units of k: {told}.",
-        {"Words in units of k, and the error of the summed results": _counts(rows)},
-        plots.lines(rows, "ranks", "transmitted", "method", None, labels, lambda ax, _: ax.loglog()),
+        plots.lines(
+            rows,
+            "ranks",
+            "transmitted",
+            "method",
+            None,
+            {"ranks": "ranks", "transmitted": "words transmitted, in units of k"},
+            lambda ax, _: ax.loglog(),
+        ),
         "Words that the busiest rank transmits in a step, in units of k, by the number of ranks.",
     )
-
-
-def _counts(rows: pd.DataFrame) -> pd.DataFrame:
-    return over_seeds(rows, ["method", "ranks"], ["given", "transmitted", "error"])
 
 
 @PAPER.claim("P7", "A rank's bytes in ARC-Top-K's collectives do not depend on the number of ranks.", counted)
@@ -194,7 +188,6 @@ def as_topk(id: str, named: str) -> Callable[[pd.DataFrame], Verdict]:
         return Verdict(
             judge(cells, f"it ends more than {number(POINTS)} point below top-k"),
             f"Points from top-k: {'; '.join(told)}.",
-            {"Held-out accuracy, %, its gap to dense, and the compression ratio": _table(against_dense(rows, "net"))},
         )
 
     return judged

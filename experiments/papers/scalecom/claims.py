@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments.papers.claims import Paper, Verdict, judge
-from experiments.papers.frames import against_dense, exploded, groups, over_seeds, per_seed, spread
+from experiments.papers.frames import against_dense, exploded, groups, per_seed, spread
 from experiments.papers.scalecom import settings
 from experiments.report import plots
 from experiments.report.numbers import number, percent, rate_of
@@ -58,10 +58,6 @@ def alike(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, worst),
         f"Medians over steps and settings: {told}.",
-        {
-            "Medians over steps": over_seeds(rows, places, ["distance", "share"]),
-            "Shares of the steps that meet the rule": over_seeds(shares, places, ["near", "enough"]),
-        },
         drawn,
         "How alike residuals are, and what the leader's selection is worth: mean and range over seeds; the rule in "
         "black.",
@@ -81,12 +77,10 @@ def filtered(rows: pd.DataFrame) -> Verdict:
     cells = {
         f"{net}, {select}": list(some < 0) for (net, select), some in changes.groupby(["net", "select"], sort=False)
     }
-    table = wide.reset_index().rename(columns={1.0: "distance at β 1", 0.1: "distance at β 0.1"})
     return Verdict(
         judge(cells, "for no net and selection is the distance smaller at β 0.1 in every seed"),
         f"At a learning rate of {largest:g} β = 0.1 changes the distance by {spread(changes)} (median, least to "
         "largest over nets, selections and seeds).",
-        {"Medians over steps": over_seeds(table, places, ["distance at β 1", "distance at β 0.1", "change"])},
     )
 
 
@@ -106,14 +100,19 @@ def lemma(rows: pd.DataFrame) -> Verdict:
         f"{net}, {select}": list(~some.groupby("seed")["above"].any())
         for (net, select), some in groups(rows, "net", "select")
     }
-    counted = rows.groupby(["net", "select"])["above"].agg(vectors="size", above="sum").reset_index()
-    table = over_seeds(rows, ["net", "select"], ["missed", "left", "bound", "slack"]).merge(counted)
-    labels = {"bound": "d/k + (1 − d/k)·γ0", "left": "‖ȳ − CLT(ȳ)‖²/‖ȳ‖²"}
     return Verdict(
         judge(cells, f"the bound is broken {rows['above'].sum()} times in {len(rows)}"),
         f"{rows['above'].sum()} of {len(rows)} vectors are above the bound; slack {spread(per_seed(rows, 'slack'))}.",
-        {"d/k, and what is left of the ranks' mean": table},
-        plots.lines(rows, "bound", "left", "select", None, labels, lambda ax, _: ax.plot([0, 1], [0, 1], "k"), "."),
+        plots.lines(
+            rows,
+            "bound",
+            "left",
+            "select",
+            None,
+            {"bound": "d/k + (1 − d/k)·γ0", "left": "‖ȳ − CLT(ȳ)‖²/‖ȳ‖²"},
+            lambda ax, _: ax.plot([0, 1], [0, 1], "k"),
+            ".",
+        ),
         "What the leader's selection leaves of the ranks' mean against Lemma 1's bound: below the line it holds.",
     )
 
@@ -137,16 +136,20 @@ def large_batch(rows: pd.DataFrame) -> Verdict:
         diverged = f" (β 1 diverged in {lost} of {len(plain)} seeds)" if lost else ""
         gain = f"with {workers} workers {spread((best - plain).dropna())} against β 1{diverged}"
         told.append(f"{gain} and {spread(best - most)} against the best dense")
-    table = over_seeds(rows, ["workers", "factor", "method"], ["value", "gap"])
     rows = rows.assign(panel=rows["workers"].astype(str) + " workers")
-    labels = {"factor": "learning rate in units of 0.05", "value": "held-out accuracy, %"}
     drawn = plots.lines(
-        rows, "factor", "value", "method", "panel", labels, lambda ax, _: ax.set_xticks(settings.FACTORS), share_y=True
+        rows,
+        "factor",
+        "value",
+        "method",
+        "panel",
+        {"factor": "learning rate in units of 0.05", "value": "held-out accuracy, %"},
+        lambda ax, _: ax.set_xticks(settings.FACTORS),
+        share_y=True,
     )
     return Verdict(
         judge(cells, "β 0.1 is neither above β 1 in every seed nor within a point of dense"),
         f"β 0.1 at {times} times the learning rate, in points: {'; '.join(told)}.",
-        {"Held-out accuracy, %, and its gap to the best dense": table},
         drawn,
         "Held-out accuracy by workers, learning rate and β: mean and range over seeds; trainings that diverged are "
         "missing.",
@@ -172,7 +175,6 @@ def no_loss(rows: pd.DataFrame) -> Verdict:
         for method in ("exact, β 1", "chunk, β 0.1")
         for at in ("48x", "over 100x")
     )
-    table = over_seeds(rows, ["at", "method", "task"], ["value", "loss", "ratio"])
     compared = rows[rows["method"].isin(["topk", "exact, β 1", settings.HALF, "chunk, β 0.1"])]
     drawn = plots.lines(
         compared.assign(overall=compared.groupby(["task", "method", "at"])["ratio"].transform("median")),
@@ -187,7 +189,6 @@ def no_loss(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         judge(cells, "no setting is that close to dense on any task in every seed"),
         f"Points behind dense on the pictures (median, least to largest over tasks and seeds): {told}.",
-        {"Bits per byte or points behind dense, and the overall compression ratio": table},
         drawn,
         "What is lost against dense training by the overall compression ratio, and the most that the rule allows "
         "(black): mean and range over seeds.",
@@ -221,15 +222,10 @@ def converges(rows: pd.DataFrame) -> Verdict:
     wide = slopes.pivot(index="seed", columns="method", values="exponent")
     names = list(dict.fromkeys(slopes["method"]))
     cells = {name: list(wide[name] - wide["none"] <= SLOPES) for name in names if name != "none"}
-    labels = {"T": "T, steps", "square": "mean ‖∇f‖²"}
     return Verdict(
         judge(cells, "every exponent is larger than dense training's by more than the rule allows"),
         "Exponents: " + "; ".join(f"{name} {spread(wide[name])}" for name in names) + ".",
-        {
-            "Exponent of T": over_seeds(slopes, ["method"], ["exponent"]),
-            "Mean ‖∇f‖²": over_seeds(rows, ["method", "T"], ["square"]),
-        },
-        plots.lines(rows, "T", "square", "method", None, labels, _as_the_root),
+        plots.lines(rows, "T", "square", "method", None, {"T": "T, steps", "square": "mean ‖∇f‖²"}, _as_the_root),
         "The mean of ‖∇f‖² over trainings of T steps, by T: mean and range over seeds; the black line falls as 1/√T.",
     )
 
@@ -254,13 +250,12 @@ def flat(rows: pd.DataFrame) -> Verdict:
             cells.setdefault(method, []).append(some["sent"].nunique() == 1 and kept[some.index].all())
     least, most = rows["ranks"].min(), rows["ranks"].max()
     told = "; ".join(f"{spread(each)} ({name})" for name, each in growth.items())
-    table = over_seeds(rows, ["method", "ranks"], ["sent", "wire", "union"])
-    labels = {"wire": "bytes on the wire"}
     return Verdict(
         judge(cells, "its bytes grow with the ranks"),
         f"From {least} to {most} ranks, what a rank transmits grows by a factor of {told}; a ring's 2(p − 1)/p by "
         f"{number(rows['ring'].iloc[-1] / rows['ring'].iloc[0])}.",
-        {"Bytes of one exchange, and the share of the result that is not zero": table},
-        plots.lines(rows, "ranks", "wire", "method", None, labels, lambda ax, _: ax.loglog(base=2)),
+        plots.lines(
+            rows, "ranks", "wire", "method", None, {"wire": "bytes on the wire"}, lambda ax, _: ax.loglog(base=2)
+        ),
         "Bytes that a rank transmits, by the number of ranks.",
     )

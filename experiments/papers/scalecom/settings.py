@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 from experiments.papers import simulate
-from experiments.papers.claims import Scale
 from experiments.papers.scalecom import measures
 from experiments.units import Unit
 
@@ -66,13 +65,13 @@ def methods(steps: int) -> dict[tuple[str, str], Row]:
     return found
 
 
-def watched(scale: Scale) -> list[Unit]:
+def watched() -> list[Unit]:
     """List trainings whose ranks are compared: two nets, learning rates, selections and β."""
     return [
         Unit(
             measures.likeness,
             {
-                "task": simulate.training(net, scale.steps(100), learning_rate=rate),
+                "task": simulate.training(net, 100, learning_rate=rate),
                 "method": scalecom(select, beta, density=0.01),
                 "ranks": 4,
             },
@@ -82,14 +81,14 @@ def watched(scale: Scale) -> list[Unit]:
     ]
 
 
-def large(scale: Scale) -> list[Unit]:
+def large() -> list[Unit]:
     """List trainings with many workers, at a learning rate and at four times as much; the paper's selection."""
     filters = {f"β {beta:g}": scalecom("chunk", beta, density=0.01) for beta in (1.0, 0.3, 0.1)}
     return [
         Unit(
             simulate.accuracy,
             {
-                "task": simulate.training("fnn3", scale.steps(100), batch_size=8, learning_rate=0.05 * factor),
+                "task": simulate.training("fnn3", 100, batch_size=8, learning_rate=0.05 * factor),
                 "method": method,
                 "ranks": workers,
             },
@@ -100,16 +99,16 @@ def large(scale: Scale) -> list[Unit]:
     ]
 
 
-def converging(scale: Scale) -> list[Unit]:
+def converging() -> list[Unit]:
     """List trainings of several lengths."""
-    common = {"world_size": 4, "lengths": [scale.steps(count) for count in (100, 200, 400, 800)], "rate": 2.0}
+    common = {"world_size": 4, "lengths": [100, 200, 400, 800], "rate": 2.0}
     tried = {"none": {"method": "none"}, **mixed(density=0.02)}
     return [
         Unit(measures.convergence, {"method": method, **common}, {"method": name}) for name, method in tried.items()
     ]
 
 
-def travelling(_: Scale) -> list[Unit]:
+def travelling() -> list[Unit]:
     """List exchanges among more and more workers."""
     tried = {select: scalecom(select, 1.0, density=0.01) for select in SELECTIONS}
     tried["topk"] = {"method": "topk", "density": 0.01}
@@ -117,11 +116,11 @@ def travelling(_: Scale) -> list[Unit]:
     return [Unit(measures.traffic, {"method": method, **common}, {"method": name}) for name, method in tried.items()]
 
 
-def trained(scale: Scale) -> list[Unit]:
+def trained() -> list[Unit]:
     """List trainings of each task: of pictures with all methods, of text with some."""
     units = []
     for task, (net, changed) in (PICTURES | TEXTS).items():
-        settings = simulate.training(net, scale.steps(500 if task in TEXTS else 300), **changed)
+        settings = simulate.training(net, 500 if task in TEXTS else 300, **changed)
         tried = methods(settings["steps"])
         for name, ratio in tried:
             if (name, ratio) in TEXT_METHODS.get(task, tried):

@@ -40,7 +40,7 @@ class Contender:
 def contenders(words: str) -> list[Contender]:
     """Return the contenders that ``--methods`` names, such as "fp16, topk density=0.01, plan.yaml".
 
-    The fallback of "auto" is off while it is measured: ``advise`` does the same comparison with more steps.
+    The fallback of "auto" is off while it is measured: ``advise`` makes the same comparison, with more steps.
     """
     found = []
     for word in filter(None, (word.strip() for word in words.split(","))):
@@ -59,15 +59,14 @@ class Training:
     optimizer: torch.optim.Optimizer
     compressor: Any = None
 
-    def step(self, loss_of: Any, batch: Any) -> torch.Tensor:
-        """Take a step, wait until a GPU has finished it, and return the loss."""
+    def step(self, loss_of: Any, batch: Any) -> None:
+        """Take a step, and wait until a GPU has finished it."""
         self.optimizer.zero_grad()
         loss = loss_of(self.module, batch)
         loss.backward()
         self.optimizer.step()
         if loss.is_cuda:
             torch.cuda.synchronize(loss.device)
-        return loss
 
     def close(self) -> None:
         """Free the Compressor's memory and process group."""
@@ -104,20 +103,12 @@ class Ranks:
         self._hvd.shutdown() if self.driver == "Horovod" else dist.destroy_process_group()
 
     def share(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank."""
+        """Return the values of all ranks, by rank, when all ranks have called it."""
         if self.driver == "Horovod":
             return self._hvd.allgather_object(value, name="advise.share")
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value)
         return found
-
-    def sums(self, *values: float) -> list[float]:
-        """Return the sums of float32 values over all ranks, when all ranks have called it."""
-        array = torch.tensor(values)
-        if self.driver == "Horovod":
-            return self._hvd.allreduce(array, name=f"advise.sums.{len(values)}", op=self._hvd.Sum).tolist()
-        dist.all_reduce(array)
-        return array.tolist()
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, contender: Contender) -> Training:
         """Prepare a model and its optimizer for training on all ranks, with rank 0's weights."""
@@ -140,19 +131,16 @@ class Ranks:
         stock = compression.none if contender.label == DENSE else compression.fp16
         return Training(model, self._hvd.DistributedOptimizer(optimizer, named, compression=stock))
 
-    def agree(self, failure: str) -> None:
-        """Raise AdviseError on all ranks if any of them gives an error message."""
-        failures = [f"{text} (on rank {rank})" for rank, text in enumerate(self.share(failure)) if text]
-        if failures:
-            raise AdviseError(failures[0])
-
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Context manager around code without collectives: an error of the user's functions is raised on all ranks."""
+        """Context manager around code without collectives: an error on one rank is raised on all."""
         failure = ""
+        cause = None
         try:
             yield
-        except UserError as error:
-            failure = str(error)
-            self.agree(failure)
-        self.agree(failure)
+        except Exception as error:
+            cause = error
+            failure = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        failures = [f"{text} (on rank {rank})" for rank, text in enumerate(self.share(failure)) if text]
+        if failures:
+            raise AdviseError(failures[0]) from cause

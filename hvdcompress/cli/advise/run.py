@@ -6,22 +6,17 @@ import logging
 import os
 import signal
 import socket
-import statistics
 import sys
 import time
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 import typer
-import yaml
 
 from hvdcompress.cli.advise import verdict
-from hvdcompress.cli.advise.losses import Curve
-from hvdcompress.cli.advise.measure import Measured, Measurements
+from hvdcompress.cli.advise.measure import Measured, measure_steps
 from hvdcompress.cli.advise.ranks import ALONE, DENSE, AdviseError, Contender, Ranks, UserError, contenders
 from hvdcompress.cli.advise.workload import Workload
 from hvdcompress.cli.console import fail, print_table
@@ -31,17 +26,7 @@ from hvdcompress.cli.started import is_first
 PATIENCE = 2.0  #: seconds within which a launcher ends the other ranks when one has failed
 
 
-class Effort(NamedTuple):
-    """How much is measured: turns of steps, and trainings of so many seconds with so many seeds."""
-
-    rounds: int
-    seconds: float
-    seeds: int
-
-
-def advise(
-    functions: Mapping[str, str], methods: str, effort: Effort, link: str | None, plan: Path | None, debug: bool
-) -> None:
+def advise(functions: Mapping[str, str], methods: str, rounds: int, link: str | None, debug: bool) -> None:
     """Measure, and print the verdict; every rank calls it. The arguments are the command's options."""
     logging.getLogger("hvdcompress").addHandler(logging.NullHandler())  # or it describes each plan in its first step
     for which in (signal.SIGINT, signal.SIGTERM):
@@ -54,18 +39,18 @@ def advise(
             raise
         raise typer.Exit(2) from None
     try:
-        found, best, untrained, exchange = _measure(ranks, functions, asked, effort)
+        workload = _prepare(ranks, functions)
+        own = Contender(f"{ranks.driver}'s own fp16")
+        found = measure_steps(ranks, workload, [Contender(ALONE), Contender(DENSE), own, *asked], rounds)
         if ranks.rank == 0:
-            _print_table(found, effort.seconds, link, verdict.predict(found, rate) if rate else {})
-            _print_verdict(found, best, untrained, ranks.driver, plan)
-            if exchange:
-                print(f"\n{verdict.local_steps(found, best, exchange)}")
+            _print_table(found, link, verdict.predict(found, rate) if rate else {})
+            _print_verdict(found, ranks.driver)
         ranks.leave()
     except Exception as error:
         is_shared = isinstance(error, AdviseError)
         # If this is a consequence of an error on another rank, the launcher ends this process before it prints
         time.sleep(0.0 if isinstance(error, UserError | AdviseError) else PATIENCE)
-        if debug and (error.__context__ or not is_shared):
+        if debug and (error.__cause__ or not is_shared):
             traceback.print_exc()
         name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         if ranks.rank == 0 or not is_shared:
@@ -84,41 +69,26 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _measure(
-    ranks: Ranks, functions: Mapping[str, str], asked: list[Contender], effort: Effort
-) -> tuple[list[Measured], Measured, str, float]:
-    """Return all contenders, the best one, why no losses were compared, and the seconds of an exchange of parameters.
-
-    The exchange is measured only if it is worth knowing, and is 0 otherwise.
-    """
+def _prepare(ranks: Ranks, functions: Mapping[str, str]) -> Workload:
+    """Return the user's training, after a first step; rank 0 prints its size, and warns of too many threads."""
     with ranks.together():
         workload = Workload(functions)
     sizes = workload.check(ranks)
     here = socket.gethostname()
     threads = sum(count for host, count in ranks.share((here, torch.get_num_threads())) if host == here)
     if ranks.rank == 0:
-        about = f"{len(sizes)} tensors, {sum(sizes):,} elements; {ranks.world_size} ranks under {ranks.driver}"
-        sys.stderr.write(f"{functions['--model']}: {about}\n")  # in one piece: launchers put a prefix before each
+        sys.stderr.write(  # in one piece: launchers put a prefix before each
+            f"{functions['--model']}: {len(sizes)} tensors, {sum(sizes):,} elements; {ranks.world_size} ranks under "
+            f"{ranks.driver}\n"
+        )
         if threads > (cores := os.cpu_count() or 1):
             advice = "unless your training does so, too, set OMP_NUM_THREADS=1 and measure again"
             sys.stderr.write(f"warning: {threads} threads on {cores} cores: {advice}\n")
-    measurements = Measurements(ranks, workload)
-    own = Contender(f"{ranks.driver}'s own fp16")
-    found = measurements.steps([Contender(ALONE), Contender(DENSE), own, *asked], effort.rounds)
-    untrained = "--seconds is 0" if not effort.seconds else ""
-    untrained = untrained or ("" if "--optimizer" in functions else "--optimizer is not given")
-    dense: dict[int, Curve] = {}
-    while True:  # until the fastest of those that are left does not lose
-        best = verdict.named(found, ranks.share(verdict.choose(found).label)[0])
-        if best.label == DENSE or best.trial or untrained:
-            break
-        best.trial = measurements.trial(best.contender, effort.seconds, effort.seeds, dense)
-    exchange = measurements.exchange(verdict.EXCHANGE) if verdict.is_far(found, best) else 0.0
-    return found, best, untrained, exchange
+    return workload
 
 
-def _print_table(found: list[Measured], seconds: float, link: str | None, predicted: Mapping[str, float]) -> None:
-    dense, trials = verdict.named(found, DENSE), [one.trial for one in found if one.trial]
+def _print_table(found: list[Measured], link: str | None, predicted: Mapping[str, float]) -> None:
+    dense = verdict.named(found, DENSE)
     rows = []
     for one in found:
         low, middle, high = map(duration, one.quartiles)
@@ -128,9 +98,6 @@ def _print_table(found: list[Measured], seconds: float, link: str | None, predic
         row["ratio"] = f"{number(one.dense_bytes / one.sent)}x" if one.sent else ""
         if predicted:
             row[f"predicted at {link}"] = duration(predicted[one.label])
-        if curves := one.trial.curves if one.trial else trials[0].dense if trials and one is dense else ():
-            row[f"loss after {seconds:g} s"] = number(statistics.fmean(curve.loss for curve in curves))
-            row["steps"] = f"{statistics.fmean(len(curve.losses) for curve in curves):.0f}"
         rows.append(row)
     print_table(rows, are_numbers=True)
     if predicted:
@@ -139,12 +106,10 @@ def _print_table(found: list[Measured], seconds: float, link: str | None, predic
         print(f"\nPredicted, not measured: {fastest} would have the shortest step {when}.")
 
 
-def _print_verdict(found: list[Measured], best: Measured, untrained: str, driver: str, plan: Path | None) -> None:
-    print(f"\nVerdict: {verdict.explain(found, best, untrained)}")
+def _print_verdict(found: list[Measured], driver: str) -> None:
+    best = verdict.choose(found)
+    print(f"\nVerdict: {verdict.explain(found, best)}")
     if lines := verdict.how_to(best, driver):
         print("\nIn your script:", *lines.splitlines(), sep="\n    ")
-    if plan and best.contender.plan:
-        text = yaml.safe_dump(best.contender.settings, sort_keys=False, allow_unicode=True)
-        plan.write_text(f"# {best.label}: recommended by `hvdcompress advise`\n{text}", encoding="utf-8")
-    if plan:
-        print(f"\n{plan} was {'written' if best.contender.plan else 'not written: the verdict needs no plan'}.")
+    if words := verdict.local_steps(found, best):
+        print(f"\n{words}")

@@ -11,16 +11,15 @@ from hvdcompress.cli.numbers import HEADERS, duration
 
 LITTLE = 0.05  #: part of a step that a method has to save; the threshold is ours
 FAR = 2.0  #: local steps are suggested if the best contender's step takes so many times a step without an exchange
-EXCHANGE = "qsgd"  #: method of local steps that lost no accuracy in docs/guides/local-steps.md
 
 
 def choose(found: Sequence[Measured]) -> Measured:
-    """Return the fastest contender that is surely faster than dense and lost no trial; or a simpler one if it is close.
+    """Return the fastest contender that is surely faster than dense; or a simpler one if it is close.
 
     Dense training is the simplest one, then the framework's own 16 bits, then ours.
     """
     alone, dense = named(found, ALONE), named(found, DENSE)
-    able = [one for one in found if one not in (alone, dense) and not one.lost and _is_sure(one, dense)]
+    able = [one for one in found if one not in (alone, dense) and _is_sure(one, dense)]
     best = min([dense, *able], key=lambda one: one.seconds)
     sixteen = [one for one in able if one.contender.plan is None]
     sixteen += [one for one in able if one.contender.plan and one.contender.plan.program.main.id in ("fp16", "bf16")]
@@ -28,31 +27,26 @@ def choose(found: Sequence[Measured]) -> Measured:
     return best if min(best.gain(dense), alone.gain(dense)) > LITTLE else dense
 
 
-def explain(found: Sequence[Measured], best: Measured, untrained: str) -> str:
-    """Return the verdict and its reasons; ``untrained`` says why no losses were compared, if they were not."""
+def explain(found: Sequence[Measured], best: Measured) -> str:
+    """Return the verdict and its reasons."""
     alone, dense = named(found, ALONE), named(found, DENSE)
     if best is not dense:
-        times = f"{duration(best.seconds)} instead of {duration(dense.seconds)}"
-        is_known = best.trial is not None and best.trial.learns
-        words = f"compress with {best.label}{'' if is_known else ', if its loss keeps up'}: a step takes {times}."
-        caution = f"Losses were not compared, because {untrained}; a method with shorter steps can need more of them."
-        return f"{words} {best.trial.conclusion() if best.trial else caution}"
+        return (
+            f"compress with {best.label}: a step takes {duration(best.seconds)} instead of {duration(dense.seconds)}. "
+            "Accuracy was not measured: read it from docs/which-method.md."
+        )
     exchange = f"the exchange takes {_percent(max(0.0, alone.gain(dense)))} of a dense step"
     if alone.gain(dense) <= LITTLE:
         return f"do not compress: {exchange}, so there is nothing to gain."
-    others = sorted((one for one in found if one not in (alone, dense)), key=lambda one: one.seconds)
-    if trials := [one.trial for one in others if one.trial and one.lost]:
-        return f"do not compress: shorter steps did not pay. {' '.join(trial.conclusion() for trial in trials)}"
-    fastest = others[0]
+    fastest = min((one for one in found if one not in (alone, dense)), key=lambda one: one.seconds)
     gain = fastest.gain(dense)
     if gain > LITTLE and not _is_sure(fastest, dense):
         return (
             f"do not compress: {fastest.label} seems to make a step {_percent(gain)} shorter, but the steps vary by "
             "more than that. Measure on an idle machine, or with more --rounds."
         )
-    change = f"{_percent(-gain)} longer"
-    if gain > 0:
-        change = f"{_percent(gain)} shorter, and less than {_percent(LITTLE)} is not worth it"
+    little = f"shorter, and less than {_percent(LITTLE)} is not worth it"
+    change = f"{_percent(abs(gain))} {little if gain > 0 else 'longer'}"
     return (
         f"do not compress: {fastest.label}, the fastest contender, makes a step {change}. As {exchange}, larger "
         "batches or gradient accumulation may help: they exchange less often."
@@ -76,26 +70,22 @@ def how_to(best: Measured, driver: str) -> str:
     return f"from hvdcompress.horovod import torch as hc\noptimizer = {call}"
 
 
-def is_far(found: Sequence[Measured], best: Measured) -> bool:
-    """Return whether even the best contender's step is much longer than a step without an exchange."""
-    return best.seconds > FAR * named(found, ALONE).seconds
+def local_steps(found: Sequence[Measured], best: Measured) -> str:
+    """Return how seldom local steps must exchange parameters so that it takes little of the time.
 
-
-def local_steps(found: Sequence[Measured], best: Measured, seconds: float) -> str:
-    """Return how seldom parameters must be exchanged so that it takes little of the time, in words and as a call.
-
-    Args:
-        found: all contenders.
-        best: the verdict of steps that exchange gradients.
-        seconds: duration of an exchange of all parameters, by :data:`EXCHANGE`.
+    Parameters are as many as gradients, so their exchange is as long as that of dense training. Returns an empty text
+    if even the best step is not FAR times as long as one without an exchange.
     """
     alone = named(found, ALONE).seconds
-    every = math.ceil(seconds / (LITTLE * alone))
+    if best.seconds <= FAR * alone:
+        return ""
+    exchange = named(found, DENSE).seconds - alone
+    every = math.ceil(exchange / (LITTLE * alone))
     return (
         f"Even so, {_percent(1 - alone / best.seconds)} of a step is communication. Local steps exchange parameters "
-        f"instead. An exchange took {duration(seconds)}; once in {every} steps, it takes {_percent(LITTLE)} of it. "
-        "Their accuracy was not measured; with Adam, begin with a warm-up: see docs/guides/local-steps.md.\n"
-        f'    local = LocalSteps(model, optimizer, every={every}, method="{EXCHANGE}")'
+        f"instead. An exchange without compression takes {duration(exchange)}; once in {every} steps, it takes "
+        f"{_percent(LITTLE)} of the time. With Adam, begin with a warm-up: see docs/guides/local-steps.md.\n"
+        f"    local = LocalSteps(model, optimizer, every={every})"
     )
 
 

@@ -318,7 +318,6 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._last_order = arrivals.order
             self._arrivals = None
             self._plans_compared = True
-            self.ledger.steps += arrivals.step.finite
             self._end_step(arrivals.step)
             arrivals.clock.note_step(self.rank_state)
         arrivals.clock.leave()
@@ -337,9 +336,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._discard_step()
             self._note_frozen()
             self.rank_state.begin_round()
-            step = self._new_step(self._network, Agree.BEFORE_WAITING)
-            with step.defer_errors:
-                step.loss_scale = self._current_loss_scale()
+            step = self._new_step(self._network, self._terms, Agree.BEFORE_WAITING)
             self._arrivals = Arrivals(step, self._probes(), Clock(self.ledger))
         return self._arrivals
 
@@ -347,11 +344,10 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         self.watchdog.endpoint()  # this starts the watchdog
         self._note_frozen()
         self.rank_state.begin_round()
-        step = self._step = self._new_step(self._network, Agree.BEFORE_WAITING)
+        step = self._step = self._new_step(self._network, self._terms, Agree.BEFORE_WAITING)
         step.factor = factor
         try:
             with step.defer_errors:
-                step.loss_scale = self._current_loss_scale()
                 add(step)
             step.send_status()
             if not self._plans_compared:
@@ -363,7 +359,6 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         finally:
             self._step = None
         self._plans_compared = True
-        self.ledger.steps += step.finite
         self._end_step(step)
 
     def _end_first_status(self, step: Step) -> None:

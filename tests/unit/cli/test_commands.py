@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import typer.main
@@ -92,22 +93,19 @@ def test_an_unknown_method_gets_a_suggestion(command):
 
 @pytest.mark.parametrize("id", hvdcompress.available())
 def test_a_config_has_every_option_with_its_default(id, tmp_path):
-    file = tmp_path / "new" / "plan.yaml"
-    assert invoke("configs", id, "--copy", file).exit_code == 0
-    plan, text = hvdcompress.load_plan(file), file.read_text(encoding="utf-8")
+    file, text = tmp_path / "plan.yaml", invoke("configs", id).stdout
+    file.write_text(text, encoding="utf-8")
+    plan = hvdcompress.load_plan(file)
     assert plan == hvdcompress.load_plan({"method": id}) and plan.program.main == hvdcompress.get_method(id)
-    assert text == invoke("configs", id).stdout
     for option in catalogue.options(type(hvdcompress.get_method(id))):
         assert f"\n{option.name}: " in text and option.about and option.about[:30] in text.replace("\n# ", " ")
 
 
-def test_configs_are_listed_and_copied(tmp_path):
+def test_configs_are_listed(tmp_path):
     assert invoke("configs").stdout.split() == ["auto", *hvdcompress.available()]
     file = tmp_path / "auto.yaml"
-    assert invoke("configs", "auto", "--copy", file).exit_code == 0
-    again = invoke("configs", "topk", "--copy", file)
-    assert again.exit_code == 2 and "auto.yaml" in again.output
-    assert hvdcompress.load_plan(file) == hvdcompress.load_plan({"method": "auto"}), "it is left as it was"
+    file.write_text(invoke("configs", "auto").stdout, encoding="utf-8")
+    assert hvdcompress.load_plan(file) == hvdcompress.load_plan({"method": "auto"})
 
 
 # -- doctor ------------------------------------------------------------------------------------------------
@@ -135,9 +133,8 @@ def test_doctor_tells_absent_from_broken(check, state, found):
 @pytest.mark.parametrize(("check", "status", "line"), [(NO_PACKAGE, 0, "– no_such_package"), (BROKEN, 1, "✗ numpy")])
 def test_doctor_prints_and_fails_if_something_is_broken(monkeypatch, check, status, line):
     monkeypatch.setattr(doctor, "CHECKS", [check])
-    result, data = invoke("doctor"), invoke("doctor", "--json")
-    assert result.exit_code == data.exit_code == status and line in result.output
-    assert [each["state"] for each in json.loads(data.stdout)] == ["broken" if status else "absent"]
+    result = invoke("doctor")
+    assert result.exit_code == status and line in result.output
 
 
 # -- numbers -----------------------------------------------------------------------------------------------
@@ -154,6 +151,13 @@ def test_doctor_prints_and_fails_if_something_is_broken(monkeypatch, check, stat
 )
 def test_numbers_have_units(form, values, texts):
     assert [form(value) for value in values] == texts
+
+
+def test_intervals_are_those_of_students_t():
+    found = numbers.mean_interval([1.0, 2.0, 3.0])
+    assert found == pytest.approx((2, 2 - 2.920 / 3**0.5, 2 + 2.920 / 3**0.5), rel=1e-3)
+    one = numbers.mean_interval([1.0])
+    assert one.mean == 1 and math.isnan(one.low) and math.isnan(one.high) and math.isnan(numbers.mean_interval([]).mean)
 
 
 @pytest.mark.parametrize("text", ["fast", "10", "1bit", "1 mb", "0mbit", "1gbit/1mbit"])

@@ -133,14 +133,14 @@ def test_parts_add_up_to_the_median():
 def test_resuming_continues_where_a_run_was_killed(tmp_path, monkeypatch):
     bench = Bench.open({**SMALL, "rates": ["loopback"], "rounds": 2, "baselines": ["none ring", "none ddp"]})
     turns = [{**turn(t.contender.label, t.round, 1.0), **t.key} for t in bench.turns()]
-    run.prepare(tmp_path / "out", bench, resume=False)
+    run.prepare(tmp_path / "out", bench)
     (tmp_path / "out" / run.TURNS).write_text("\n".join(map(json.dumps, turns[:4])) + '\n{"rate": "cut o')
     remaining = iter(turns[4:])
     monkeypatch.setattr(run, "_take", lambda turn, *_: {k: v for k, v in next(remaining).items() if k not in turn.key})
-    run.prepare(tmp_path / "out", bench, resume=True)
+    run.prepare(tmp_path / "out", bench)
     assert run.run(bench, tmp_path / "out") == 0 and not list(remaining)
     with pytest.raises(ValueError, match="measured with another rounds"):
-        run.prepare(tmp_path / "out", bench.override(rounds=1), resume=True)
+        run.prepare(tmp_path / "out", bench.override(rounds=1))
 
 
 @pytest.mark.timeout(120)

@@ -201,7 +201,7 @@ def test_the_command_fits_predicts_and_writes(tmp_path):
         return CliRunner().invoke(app, words)
 
     done = run("--rate", "10mbit,1gbit", "--fit", str(results.save("measured", points(), tmp_path)))
-    assert done.exit_code == 0 and "10mbit: beyond the fit" in done.output, done.output
+    assert done.exit_code == 0 and "of resnet32 at 10mbit" in done.output, done.output
     assert set(results.load("scale-resnet32", tmp_path)["method"]) == {"dense", "fp16", "topk 0.5 %"}
 
     hosts = run("--fitted", str(tmp_path), "--workers", "8,16", "--per-host", "4", "--inside", "10gbit")

@@ -80,7 +80,7 @@ def ef21_sgdm(gradients):
     [
         (gmc, {"momentum": 0.9}),
         (regtopk, {"softness": 2.0, "optimizer_momentum": "keep"}),
-        (ef21_sgdm, {"momentum": 0.7}),
+        (ef21_sgdm, {"decay": 0.7}),
     ],
 )
 def test_remedies_follow_the_equations_of_their_papers(equations, settings):

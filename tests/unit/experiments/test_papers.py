@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import app
-from experiments.papers import claims, run
-from experiments.papers.claims import Kind, Paper, Scale, Verdict, judge
+from experiments.papers import run
+from experiments.papers.claims import Kind, Paper, Verdict, judge
 from experiments.papers.frames import over_seeds
 from experiments.papers.page import PAPERS
 from experiments.report import results
@@ -34,15 +34,15 @@ def paper(log, numbers=(1, 2, 3)):
     """Squares are positive (true), and below 9 (true of some); both claims share their units. Losses fall (false)."""
     made = Paper("toy", [])
 
-    def squares(scale):
+    def squares():
         return [Unit(square, {"number": n, "log": str(log)}, {"number": n}) for n in numbers]
 
-    def trainings(scale):
+    def trainings():
         return [Unit(train, {"method": {"method": id}}, {"method": id}) for id in ("none", "topk")]
 
     def below(limit, frame):
         cells = {f"n = {row.number}": [row.square < limit] for row in frame.itertuples()}
-        return Verdict(judge(cells, "no square is"), f"At most {frame.square.max()}.", {"Squares": frame})
+        return Verdict(judge(cells, "no square is"), f"At most {frame.square.max()}.")
 
     def fall(frame):
         least = frame.groupby("method")["loss"].min().to_dict()
@@ -55,7 +55,7 @@ def paper(log, numbers=(1, 2, 3)):
 
 
 def reproduce(folder, paper, jobs=1, only=()):
-    return run.reproduce(paper, folder, Scale(seeds=(0,)), jobs, only)
+    return run.reproduce(paper, folder, (0,), jobs, only)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_diverged_seed_is_not_averaged_away():
 def test_units_of_each_paper_have_different_names_and_published_results(id):
     paper = pytest.importorskip(f"experiments.papers.{id}.claims").PAPER
     for claim in paper.claims:
-        for units in (sum(sets, []) for sets in claim.needed(Scale(full=True)).values()):
+        for units in (sum(sets, []) for sets in claim.needed((0,)).values()):
             assert units and len({unit.name for unit in units}) == len({unit.key for unit in units})
             assert all(Task.model_validate(unit.settings["task"]) for unit in units if "task" in unit.settings)
     published = json.loads((results.FOLDER / f"papers-{id}.json").read_text())["records"]
@@ -102,6 +102,8 @@ def test_results_are_kept_and_shared(tmp_path):
     assert [(each["claim"], each["momentum"]) for each in records] == [
         ("T1", ""), ("T2", ""), ("T3", "keep"), ("T3", "adapt"),
     ]  # fmt: skip
+    (first, *_), (square, *_) = (record["tables"][0] for record in records[:2])
+    assert first == square and first["square"] == 1, "medians by the units' labels"
     assert [each["number"] for each in records[2:]] == [f"Least: {{'none': 0, 'topk': {n}}}." for n in (0, 1)]
 
     reproduce(tmp_path, paper(log, (1, 2)), only=["T2"])
@@ -122,8 +124,10 @@ def test_results_are_kept_when_a_measurement_fails(tmp_path, jobs):
 
 
 def test_the_command_measures_prints_and_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "find", lambda id: paper(tmp_path / "log"))
-    words = ["reproduce", "toy", "--quick", "--output", str(tmp_path / "toy"), "--jobs", "1"]
+    from experiments.papers.peers import claims
+
+    monkeypatch.setattr(claims, "PAPER", paper(tmp_path / "log"))
+    words = ["reproduce", "peers", "--quick", "--output", str(tmp_path / "toy"), "--jobs", "1"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and "holds under 2 of 3 conditions" in done.output, done.output
     assert (tmp_path / "toy" / "papers-toy.json").exists()

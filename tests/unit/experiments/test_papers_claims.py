@@ -21,9 +21,9 @@ from experiments.papers.gradiveq import claims as gradiveq  # noqa: E402
 from experiments.papers.peers import claims as peers  # noqa: E402
 from experiments.papers.scalecom import claims as scalecom  # noqa: E402
 from experiments.papers.scalecom import settings  # noqa: E402
-from experiments.ring.algorithm import simulate as simulate_ring  # noqa: E402
 from hvdcompress.method import Context, TensorSpec  # noqa: E402
 from hvdcompress.plan import load_plan  # noqa: E402
+from tests.oracles.ring import simulate as simulate_ring  # noqa: E402
 
 SEEDS = (0, 1)
 TASK = {"task": "digits", "net": "fnn3", "steps": 6, "batch_size": 8, "learning_rate": 0.05, "warmup_steps": 1}

@@ -41,5 +41,5 @@ def test_seconds_are_steps_times_milliseconds():
     assert seconds["dense"] == [16.0, 16.0]
     assert seconds["topk"] == [2.0, 2.0]  # at the rate that was best on the first seed
     table = report.table(rows).set_index("contender")
-    assert table.loc["topk", "of dense"] == "0.12 (0.12 to 0.12)"
+    assert table.loc["topk", "of_dense"] == "0.12 (0.12 to 0.12)"
     assert pd.isna(table.loc["fp16", "seconds"])  # the second seed does not reach the target

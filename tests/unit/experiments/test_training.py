@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from experiments import __main__ as cli
 from experiments.cluster import launch
-from experiments.report import folders, jsonl
+from experiments.report import results
 from experiments.training.experiment import Experiment
-from experiments.training.report import predicted, records
-from experiments.training.run import prepare
+from experiments.training.report import FIGURES, predicted, publish
 from hvdcompress.cli.numbers import HEADERS
 from tests import ROOT, SMALL_EXPERIMENT
 
@@ -40,17 +40,20 @@ def good(tmp_path):
 
 
 def test_an_experiment_is_a_run_per_task_seed_and_method(good, tmp_path):
-    ids = [run.id for run in good.runs()]
-    assert ids[:4] == ["digits.none.0", "digits.topk.0", "digits.a-b.0", "digits.none.1"], "labels stay in the folder"
-    assert len(ids) == len(set(ids)) == 12
-    assert good.tasks[1].learning_rate == 0.001  # YAML 1.1 reads 1e-3 as text
+    runs = good.runs()
+    assert [(task.label, method.label, seed) for task, method, seed in runs[2:4]] == [
+        ("digits", "a/../b", 0),
+        ("digits", "none", 1),
+    ]
+    assert len(runs) == 12 and good.tasks[1].learning_rate == 0.001  # YAML 1.1 reads 1e-3 as text
     good.save(tmp_path / "config.yaml")
-    assert [run.spec() for run in Experiment.open(tmp_path / "config.yaml").runs()] == [r.spec() for r in good.runs()]
+    assert Experiment.open(tmp_path / "config.yaml").runs() == runs
 
 
 def test_options_of_the_command_override_the_experiment(good):
-    runs = good.override(ranks=4, steps=7, methods=["topk"], tasks=["bytes"]).runs()
-    assert [(run.id, run.task.steps, run.ranks) for run in runs] == [("bytes.topk.0", 7, 4), ("bytes.topk.1", 7, 4)]
+    changed = good.override(ranks=4, steps=7, methods=["topk"], tasks=["bytes"])
+    assert changed.ranks == 4
+    assert [(task.label, task.steps, seed) for task, _, seed in changed.runs()] == [("bytes", 7, 0), ("bytes", 7, 1)]
     with pytest.raises(ValueError, match="no method 'tok' \\(did you mean 'topk'\\?\\); it has: none, topk, a/../b"):
         good.override(methods=["tok"])
 
@@ -63,12 +66,12 @@ def test_the_packaged_experiments(file):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("method: topk", "method: tokp", "line 3: methods.1.method: unknown method 'tokp' (did you mean 'topk'?)"),
-        ("density: 0.01", "density: 1.5", "line 3: methods.1.density"),
-        ("task: digits", "task: digit", "line 2: tasks.0.task: unknown task 'digit' (did you mean 'digits'?)"),
-        ("task: digits", "task: digits, net: lenet", "line 2: tasks.0.net: no net 'lenet' learns 'digits'"),
+        ("method: topk", "method: tokp", "line 3: methods.1: method: unknown method 'tokp' (did you mean 'topk'?)"),
+        ("density: 0.01", "density: 1.5", "line 3: methods.1: density"),
+        ("task: digits", "task: digit", "unknown task 'digit' (did you mean 'digits'?)"),
+        ("task: digits", "task: digits, net: lenet", "no net 'lenet' learns 'digits'"),
         ("task: digits", "task: digits, net: byte_lstm", "these do: digits_net"),
-        ("task: digits", "task: digits, clip: before", "line 2: tasks.0.clip: must be after"),
+        ("task: digits", "task: digits, clip: before", "digits: clip must be after"),
     ],
 )
 def test_a_wrong_experiment_starts_no_ranks(config, monkeypatch, old, new, words):
@@ -79,32 +82,16 @@ def test_a_wrong_experiment_starts_no_ranks(config, monkeypatch, old, new, words
     assert not Path("runs").exists()
 
 
-def test_a_resumed_run_keeps_only_what_is_finished(config, tmp_path):
-    experiment, folder = Experiment.open(config), tmp_path / "out"
-    prepare(folder, experiment, "ddp", "here")
-    for run, end in zip(experiment.runs(), ("finished", "failed"), strict=True):
-        start = {"event": "start", "spec": run.spec(), "launch": {"driver": "ddp", "link": "here"}}
-        jsonl.append(folder / "metrics" / f"{run.id}.jsonl", start)
-        jsonl.append(folder / "metrics" / f"{run.id}.jsonl", {"event": end})
-    prepare(folder, experiment, "ddp", "here")
-    assert [file.name for file in (folder / "metrics").iterdir()] == ["digits.none.0.jsonl"]
-    with pytest.raises(ValueError, match=r"other settings, \{'task': .*'steps': 20"):
-        prepare(folder, experiment.override(steps=30), "ddp", "here")
-
-
-def test_every_run_gets_a_new_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("x", "x-2", "x-10", "xy"):
-        Path("runs", name).mkdir(parents=True)
-    assert folders.choose("x") == Path("runs/x-11")
-    assert folders.choose("x", resume=True) == Path("runs/x-10")
-    with pytest.raises(ValueError, match="nothing to resume"):
-        folders.choose("z", resume=True)
-
-
-def test_a_folder_without_a_training_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no training"):
-        records([tmp_path])
+def test_a_training_that_diverges_has_a_record(config, tmp_path, capsys):
+    """``publish`` names it below the table, and counts it in its row."""
+    experiment = Experiment.open(config)
+    figures = dict.fromkeys(FIGURES, 1.0)
+    good = {"task": "digits", "method": "none", "seed": 0, "parameters": 5, "scores": [(20, 9.0)], "score": 9.0}
+    bad = {"task": "digits", "method": "topk", "seed": 0, "parameters": 5, "scores": [], "error": "the loss is nan"}
+    publish(experiment, pd.DataFrame([{**good, "loss": 1.0, **figures}, bad]), "here", tmp_path)
+    printed = capsys.readouterr().out
+    assert "- digits, topk: the loss is nan" in printed and "topk (1 of 1 diverged)" in printed
+    assert (tmp_path / "scores.svg").exists() and list(results.load("records", tmp_path).score.notna()) == [True, False]
 
 
 def test_a_predicted_step_is_computing_codec_and_transfer():

@@ -61,7 +61,6 @@ DOCTESTS = [
     *(pytest.param(f"experiments.{folder}.contenders", marks=NEEDS_TORCH) for folder in ("momentum", "to_accuracy")),
     "experiments.papers.claims",
     "experiments.papers.page",
-    "experiments.ring.algorithm",
     "hvdcompress.loopback",
     "hvdcompress.registry",
     "hvdcompress.testing",

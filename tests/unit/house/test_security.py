@@ -45,7 +45,6 @@ KNOWN = {
     ("cli/advise/ranks.py", "all_gather_object"): "PyTorch's own, between ranks of one measurement",
     ("cli/advise/ranks.py", "allgather_object"): "Horovod's own, between ranks of one measurement",
     ("cli/advise/workload.py", "import_module"): "--model, --data and others name the user's own functions",
-    ("cli/app.py", "shell"): "the name of a shell, for which the completion script is printed",
     ("ddp/__main__.py", "run_module"): "the script that the command line names, as python -m does",
     ("ddp/__main__.py", "run_path"): "the script that the command line names",
 }
