@@ -16,7 +16,10 @@ An area of the experiments adds a page in three steps:
 Variables may be numbers, strings, lists, data frames (``{{ frame | table }}``,
 ``{{ frame | table(time=seconds_of, sent=num_bytes) }}``) or pictures. A picture is a matplotlib figure of
 ``report.plots``; it is written to ``docs/PAGE-VARIABLE.svg``, and the template sees the path relative to the page:
-``![Time against ranks]({{ ring }})``.
+``![Time against ranks]({{ ring }})``. Those of ``AS_PNG`` are also written as PNG.
+
+Package indexes show README, too, without the repository's files. Its links are relative in the template and absolute in
+the page; its pictures must be PNG.
 
 All templates may use ``table``, the formats of ``experiments.report.numbers`` as filters and functions, and:
 
@@ -30,15 +33,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import re
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -65,6 +72,9 @@ AREAS: dict[str, str] = {
     "guides/migrate": "peers:migrate",
     **{f"papers/{name}": "experiments.papers.page:context" for name in ("README", *PAPERS)},
 }
+#: pictures that README shows: package indexes show PNG only
+AS_PNG = {"which-method-seconds"}
+REPOSITORY: str = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"
 
 
@@ -86,19 +96,46 @@ def variables(page: str) -> dict[str, Any]:
     return found
 
 
-def build(page: str) -> dict[Path, str]:
-    """Return the text of a page and of its pictures, by file."""
+def build(page: str) -> dict[Path, str | bytes]:
+    """Return the text of a page and the content of its pictures, by file."""
     target = path_of(page)
-    files: dict[Path, str] = {}
+    files: dict[Path, str | bytes] = {}
     given = variables(page)
     for name, value in given.items():
         if isinstance(value, Figure):
             picture = target.with_name(f"{target.stem}-{name.replace('_', '-')}.svg")
             files[picture] = plots.svg(value)
+            if picture.stem in AS_PNG:
+                files[picture.with_suffix(".png")] = png(value)
             given[name] = picture.name
     rendered = environment(target).get_template(f"{page}.md").render(given)
+    if page == "README":
+        rendered = absolute(rendered)
     files[target] = NOTE.format(f"docs/templates/{page}.md") + rendered
     return files
+
+
+def absolute(text: str) -> str:
+    """Make the relative links and pictures of a page at the root of the repository absolute."""
+    text = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:|#)", rf"\g<1>{REPOSITORY}/raw/main/", text)
+    return re.sub(r"(\]\()(?![a-z]+:|#)", rf"\g<1>{REPOSITORY}/blob/main/", text)
+
+
+def is_current(file: Path, content: str | bytes) -> bool:
+    """Return whether a file has this content. Pictures may be compressed differently, so their pixels are compared."""
+    if not file.exists():
+        return False
+    if isinstance(content, str):
+        return file.read_text(encoding="utf-8") == content
+    there, made = imread(file), imread(io.BytesIO(content))
+    return there.shape == made.shape and np.allclose(there, made, atol=0.02)
+
+
+def png(drawn: Figure) -> bytes:
+    """Return a figure as PNG, for screens of twice the usual resolution."""
+    file = io.BytesIO()
+    drawn.savefig(file, format="png", dpi=200, bbox_inches="tight", metadata={"Software": None})
+    return file.getvalue()
 
 
 def environment(target: Path) -> jinja2.Environment:
@@ -168,13 +205,13 @@ def main() -> None:
         parser.error(f"no template for {', '.join(sorted(unknown))}; there are: {', '.join(pages())}")
     stale = []
     for page in given.pages or pages():
-        for file, text in build(page).items():
-            if file.exists() and file.read_text(encoding="utf-8") == text:
+        for file, content in build(page).items():
+            if is_current(file, content):
                 continue
             stale.append(str(file.relative_to(ROOT)))
             if not given.check:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text, encoding="utf-8")
+                file.write_bytes(content.encode() if isinstance(content, str) else content)
     if given.check and stale:
         sys.exit(f"out of date: {', '.join(stale)}; run: python docs/build.py")
     print(f"{'checked' if given.check else 'wrote'}: {', '.join(stale) or 'nothing to change'}")

@@ -12,6 +12,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import method_pages  # noqa: E402
 import nav  # noqa: E402
+from sphinx.ext.autodoc.mock import undecorate  # noqa: E402
 
 import hvdcompress  # noqa: E402
 
@@ -56,6 +57,13 @@ METHOD_FILE = re.compile(r"\]\((?:\.\./)+hvdcompress/methods/(\w+)\.py\)")
 def setup(app):  # noqa: D103
     app.connect("builder-inited", lambda app: method_pages.write())
     app.connect("source-read", _prepare)
+    app.connect("autodoc-before-process-signature", _undecorate)
+
+
+def _undecorate(app, documented, is_bound):
+    """Show the signature of a constructor that a function of a mocked framework decorates."""
+    if isinstance(documented, type) and "__init__" in vars(documented):
+        documented.__init__ = undecorate(documented.__init__)
 
 
 def _prepare(app, page, source):

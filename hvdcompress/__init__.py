@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hvdcompress.registry import available, get_method
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "available", "get_method", "load_plan", "__version__"]
+__all__ = ["Plan", "__version__", "available", "get_method", "load_plan"]
 
 _MODULE_OF = {
     "Plan": "plan",

@@ -285,8 +285,8 @@ def attach(
         members.setdefault(owner or ROOT, []).append(parameter)
     if not trained:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
-    like = trained[0][1].to_local().detach()
-    shards = trained[0][1].device_mesh
+    like = trained[0][1].to_local().detach()  # type: ignore[attr-defined]
+    shards = trained[0][1].device_mesh  # type: ignore[attr-defined]
     # Expanded scalars: they have the vectors' sizes, but take no memory
     vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}
     group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()

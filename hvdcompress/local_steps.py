@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -161,7 +161,7 @@ class Fragment:
             for name, anchor in self.anchors.items():
                 anchor.grad = self.gradients[name] if outer else None
                 if outer is None:
-                    anchor -= self.gradients[name]
+                    anchor.sub_(self.gradients[name])
             if outer:
                 outer.step()
             for anchor in self.anchors.values():
@@ -289,8 +289,8 @@ class LocalSteps:
         self._versions = self._versions_now()
         myself = weakref.ref(self)
         inner = unwrapped(optimizer)
-        inner.register_step_pre_hook(lambda *_: (local := myself()) and local._notice_changes())  # type: ignore[func-returns-value]
-        inner.register_step_post_hook(lambda *_: (local := myself()) and local._note_versions())  # type: ignore[func-returns-value]
+        inner.register_step_pre_hook(lambda *_: (local := myself()) and local._notice_changes())  # type: ignore[func-returns-value, arg-type]
+        inner.register_step_post_hook(lambda *_: (local := myself()) and local._note_versions())  # type: ignore[func-returns-value, arg-type]
         self._buffers = self.fragments[-1].buffers = _Buffers(model)
         if self._buffers.anchors:
             named = {name: torch.nn.Parameter(each) for name, each in self._buffers.anchors.items()}
@@ -302,10 +302,12 @@ class LocalSteps:
         if self.checkpoint and (place := self._newest(self.checkpoint)):
             self._load(place)
 
-    def __enter__(self) -> LocalSteps:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:

@@ -268,7 +268,7 @@ class Loopback:
         """
         given = tuple(specs.values())
         if self._last is None or self._last[0] != given:
-            buckets = [rank.group(given, self.grouping) for rank in self.ranks][0]
+            buckets, *_ = [rank.group(given, self.grouping) for rank in self.ranks]
             for rank in self.ranks:
                 rank.regroup(buckets)
             self._last = (given, buckets)

@@ -29,7 +29,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from hvdcompress.ops.scan import NOTHING, Found, Scan
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Array, Coded, Shares, Sparse
+from hvdcompress.ops.vectors import Array as Array
+from hvdcompress.ops.vectors import Coded, Shares
+from hvdcompress.ops.vectors import Sparse as Sparse
 
 # -- data that the engine and a method exchange ------------------------------------------------
 
@@ -560,4 +562,4 @@ def method(given: M | str) -> M | Callable[[M], M]:
 def _made(cls: M, id: str) -> M:
     """Set the id of a class and return it as a frozen dataclass with validated fields."""
     cls.id = id
-    return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore
+    return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore[return-value]

@@ -20,7 +20,7 @@ esac
 cd "$ROOT"
 venv=build/docs-venv
 stamp=$venv/made-of
-digest=$(cat docs/requirements.txt setup.cfg | sha256sum)
+digest=$({ cat docs/requirements.txt setup.cfg; sed '/^\[tool\./,$d' pyproject.toml; } | sha256sum)
 if [[ $(cat "$stamp" 2>/dev/null) != "$digest" ]]; then
     say "Making $venv …"
     "${PYTHON:-python3}" -m venv --clear "$venv"

@@ -256,7 +256,7 @@ choices="root=$ROOT
 python=$PYTHON
 version=$("$PYTHON" -c 'import sys; print(*sys.version_info[:2], sys.base_prefix)' 2>/dev/null || true)
 torch=$HVDCOMPRESS_TORCH"
-digest=$({ echo "$choices$WITH"; cd "$ROOT" && cat constraints.txt setup.cfg "$PATCH" launch/setup.sh; } | sha256sum)
+digest=$({ echo "$choices$WITH"; cd "$ROOT" && cat constraints.txt setup.cfg "$PATCH" launch/setup.sh; sed '/^\[tool\./,$d' pyproject.toml; } | sha256sum)
 venv_runs() { "$VENV/bin/python" -c '' 2>/dev/null; }
 
 if [[ $(cat "$STAMP" 2>/dev/null) == "$digest" && -x $VENV/bin/hvdcompress ]] && venv_runs; then

@@ -2,7 +2,7 @@
 # Usage: launch/test_bounds.sh lowest|highest [PYTEST-ARGUMENT…]
 #
 # Runs the tests that need no Horovod (tests/unit, and tests/ranks under torchrun and mpirun) in a virtual environment of
-# its own, build/bounds-LOWEST|HIGHEST/, with the lowest or the highest versions that setup.cfg admits. Needs uv.
+# its own, build/bounds-LOWEST|HIGHEST/, with the lowest or the highest versions that pyproject.toml admits. Needs uv.
 #
 # Environment: PYTHON (default: python3)
 

@@ -63,10 +63,11 @@ def codec(
     """
     from experiments import nets
     from experiments.bench import codec as benchmark
+    from experiments.bench.lockstep import PARTS
     from experiments.report import results, tables
     from experiments.report.numbers import number, seconds_of
 
     frame = benchmark.run(benchmark.plans(methods or ()), nets.get(set), world_size, runs, device)
-    figures = dict.fromkeys((*benchmark.PARTS, "copies"), number)
+    figures = dict.fromkeys((*PARTS, "copies"), number)
     tables.show(frame, f"{set}, {world_size} ranks, {device}", **figures, seconds=seconds_of)
     print(f"written: {results.save('codec', frame, out, set=set, world_size=world_size, device=device)}")

@@ -20,14 +20,14 @@ class Given(torch.autograd.Function):
         return parameter.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.box.pop(), None  # nobody else holds it, so autograd makes it `.grad` without a copy
 
 
 def loss(parameters: list[torch.nn.Parameter], gradients: Gradients) -> torch.Tensor:
     """Return a loss whose backward pass gives the parameters fresh copies of these gradients, the last one first."""
     each = zip(parameters, gradients, strict=True)
-    return torch.stack([Given.apply(parameter, [gradient.clone()]) for parameter, gradient in each]).sum()
+    return torch.stack([Given.apply(parameter, [gradient.clone()]) for parameter, gradient in each]).sum()  # type: ignore[no-untyped-call]
 
 
 def make_gradients(tensors: Shapes, rank: int, noise: float = 1.0) -> Gradients:

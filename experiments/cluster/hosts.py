@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from experiments.cluster.rates import title
 from hvdcompress.cli.numbers import bits_of
@@ -145,7 +146,7 @@ class Hosts:
         ranks = f" with {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
         return f"{self.count} emulated hosts{ranks}, {title(self.rate)} each (network namespaces, tbf)"
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Self:
         _check()
         _sweep()
         self.bin.mkdir(parents=True)

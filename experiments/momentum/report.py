@@ -15,7 +15,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.momentum.contenders import DENSE, STEPS, parse, without_rate
+from experiments.attach import DENSE
+from experiments.momentum.contenders import STEPS, parse, without_rate
 from experiments.report import numbers, plots, statistics, tables
 
 LIMITS = {"%": (0.5, 0.8), "bits": (0.05, 0.08)}  #: mean and upper end, in points or bits per byte

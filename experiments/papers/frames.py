@@ -45,7 +45,7 @@ def spread(values: Sequence[float], show: Callable[[float], str] = number) -> st
 
 def groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Iterate over the groups of a frame in the order of their first rows, with the key as a tuple."""
-    yield from frame.groupby(list(by), sort=False, dropna=False)  # type: ignore[misc]
+    yield from frame.groupby(list(by), sort=False, dropna=False)
 
 
 def against_dense(rows: pd.DataFrame, by: str) -> pd.DataFrame:

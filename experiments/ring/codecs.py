@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -125,7 +125,7 @@ class Recoded:
 
     codec: Codec
     ctx: Context
-    values: Dense = Dense()
+    values: Dense = field(default_factory=Dense)
 
     @property
     def grain(self) -> int:

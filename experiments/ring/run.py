@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from experiments.report import numbers, plots, results, tables
 from experiments.ring.algorithm import ring_allreduce
@@ -127,7 +128,7 @@ def table(frame: pd.DataFrame) -> str:
     return tables.markdown(made.sort_values("seconds"), error="{:.2%}".format, **formats)
 
 
-def plot(frame: pd.DataFrame) -> plots.Figure:
+def plot(frame: pd.DataFrame) -> Figure:
     """Draw the time against the length of the vectors, a panel per kind of sum, the nine fastest ways of each."""
     medians = frame.groupby(["kind", "way", "elements"], as_index=False, sort=False)["seconds"].median()
     longest = medians[medians["elements"] == medians["elements"].max()]

@@ -6,7 +6,7 @@ tensors too small to compress travel dense, and would hide what the methods save
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -198,7 +198,7 @@ class ByteLSTM(nn.Module):
 
 
 #: The text nets of the momentum study are small enough for 1500 steps in about 90 seconds on one core.
-BUILDERS = {
+BUILDERS: dict[str, Callable[[Any], nn.Module]] = {
     **{build.__name__: build for build in (digits_net, lenet5, resnet, resnet20, mlp, cnn, mnist_example)},
     "fnn3": lambda data: mlp(data, width=200),  # of Gaussian-k's study, as in the authors' code: 199 210 for 28x28
     "mlp_wide": lambda data: mlp(data, width=2048),  # 5.8 million
@@ -287,7 +287,7 @@ def gradients_of(net: nn.Module, batch: Batch, clip: float | None = None) -> tup
     loss.backward()
     if clip is not None:
         nn.utils.clip_grad_norm_(net.parameters(), clip)
-    return {name: parameter.grad.numpy() for name, parameter in net.named_parameters()}, loss.item()
+    return {name: parameter.grad.numpy() for name, parameter in net.named_parameters()}, loss.item()  # type: ignore[union-attr]
 
 
 @torch.no_grad()

@@ -35,7 +35,9 @@ from hvdcompress.plan import Bucket, Grouping, Plan
 #: dtype of a gradient that can be reduced -> its own dtype or, for complex numbers, the dtype of their two parts
 REAL = {
     **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
-    **{torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64},
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
 }
 FROZEN = ", frozen"  #: follows the shape and dtype of a frozen parameter where ranks compare their tensors
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: name components of torch.compile and of checkpointing

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ def _wrapped(optimizer: Any) -> torch.optim.Optimizer | None:
     return next((each for each in inner if isinstance(each, torch.optim.Optimizer)), None)
 
 
-def trains(optimizer: torch.optim.Optimizer, parameters: Set[int]) -> bool:
+def trains(optimizer: torch.optim.Optimizer, parameters: AbstractSet[int]) -> bool:
     """Return whether an optimizer has at least one of the parameters, which are given by their ``id()``."""
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 

@@ -81,7 +81,7 @@ def _root(
         import hvdcompress
 
         typer.echo(hvdcompress.__version__)
-        raise typer.Exit()
+        raise typer.Exit
 
 
 def _known_methods(incomplete: str) -> list[str]:

@@ -51,11 +51,11 @@ def every_module(plan: Plan) -> Iterator[list[Ledger]]:
         ledgers.append(compressor.ledger)
         _print(f"compressing {type(self.module).__name__}\n{compressor.describe()}")
 
-    DistributedDataParallel.__init__ = init
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     try:
         yield ledgers
     finally:
-        DistributedDataParallel.__init__ = original
+        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -139,7 +139,7 @@ def _check_trained_parameters(model: torch.nn.Module, compressor: Compressor) ->
 
 # No annotations: register_comm_hook() compares them with the real types, and rejects the strings that the
 # __future__ import makes of them
-def _receive(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _receive(state, bucket):  # type: ignore[no-untyped-def]
     return state._receive(bucket)
 
 

@@ -380,7 +380,7 @@ def _abort_after_backward(reference: weakref.ref[Compressor], arrivals: SimpleQu
 
     # Autograd frees the callbacks of a pass when it has called them, and also when the pass fails
     weakref.finalize(lifetime, ended).atexit = False
-    torch.autograd.Variable._execution_engine.queue_callback(lambda lifetime=lifetime: None)
+    torch.autograd.Variable._execution_engine.queue_callback(lambda lifetime=lifetime: None)  # type: ignore[misc]
 
 
 def _views(bucket: Any) -> list[torch.Tensor]:

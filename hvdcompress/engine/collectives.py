@@ -150,7 +150,7 @@ def received_lengths(out: Array, collective: AllGather | AllToAll, world_size: i
 
 def has_headers(collective: Collective) -> TypeGuard[AllGather | AllToAll]:
     """Return whether a rank may have to read the lengths of what it receives from headers."""
-    return isinstance(collective, AllGather) or isinstance(collective, AllToAll) and collective.receives_unknown
+    return isinstance(collective, AllGather) or (isinstance(collective, AllToAll) and collective.receives_unknown)
 
 
 def by_rank(lengths: Sequence[int], world_size: int) -> list[int]:

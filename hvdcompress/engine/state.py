@@ -585,7 +585,7 @@ class RankState:
     def _tables(self, states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
         """Return the tables of these states and of loaded tensors that have not appeared yet."""
         tables = snapshot.tables(states)
-        waiting = self._loaded or dict.fromkeys(snapshot.TABLES, {})
+        waiting = self._loaded or {table: {} for table in snapshot.TABLES}
         return {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
 
     def load_state_dict(self, saved: snapshot.Saved, buckets: Sequence[Bucket] | None = None) -> None:

@@ -60,12 +60,13 @@ _MODULES = {
 }
 __all__ = [
     "ACPSGD",
+    "DGC",
+    "FFT",
+    "QSGD",
     "ARCTopK",
     "Bf16",
     "Blockwise",
-    "DGC",
     "Dense",
-    "FFT",
     "Fp16",
     "GTopK",
     "GaussianK",
@@ -74,7 +75,6 @@ __all__ = [
     "OkTopk",
     "OneBit",
     "PowerSGD",
-    "QSGD",
     "RandomK",
     "RedSync",
     "ScaleCom",

@@ -56,7 +56,7 @@ array([ 7., -3.,  0.,  2.], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -94,7 +94,7 @@ class Blockwise(sums.Quantizer):
         {"rounding": "stochastic", "route": "gather", "feedback": "none"},
     )
 
-    needs = {"rotation": ("route", ("scatter",))}
+    needs: ClassVar = {"rotation": ("route", ("scatter",))}
 
     values: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "natural4"] = "int8"
     """Levels of a value: 8-bit or 4-bit integers, 8-bit floats with 4 or 5 bits of exponent, a dynamic

@@ -107,7 +107,7 @@ class DGC(Method):
     has at least 1024 elements, at least 16 of them above the threshold."""
     values: Values = "fp32"
     """Number format of the values."""
-    needs = {"sample": ("select", ("sampled",))}
+    needs: ClassVar = {"sample": ("select", ("sampled",))}
     feedback: FeedbackName = "momentum"
 
     @property

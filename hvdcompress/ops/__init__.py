@@ -37,8 +37,8 @@ def __getattr__(name: str) -> Ops:
     if best == "triton" and "tensorflow" in sys.modules and "triton" not in sys.modules:
         best = fallback  # both contain LLVM, and Triton's LLVM aborts the process if TensorFlow's is loaded
     try:
-        backend: Ops = import_module(f"{__name__}.{best}")  # type: ignore[assignment]
+        backend: Ops = import_module(f"{__name__}.{best}")
     except ImportError:  # not installed, or not available for this Python version or processor
-        backend = import_module(f"{__name__}.{fallback}")  # type: ignore[assignment]
+        backend = import_module(f"{__name__}.{fallback}")
     globals()[name] = backend
     return backend

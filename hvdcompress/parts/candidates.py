@@ -125,7 +125,7 @@ class Elements:
 
         The result is exact if it is at most ``enough``. Otherwise it may be any number above ``enough``.
         """
-        if self.near is None or threshold < self.low and len(self.near.index) <= enough:
+        if self.near is None or (threshold < self.low and len(self.near.index) <= enough):
             return self.ops.count_above(self.x, threshold)
         return len(self.near.index) if threshold < self.low else self.ops.count_above(self.near.values, threshold)
 

@@ -105,7 +105,7 @@ def check_deterministic(case: Case) -> None:
             for number, net in enumerate(nets):
                 np.random.seed(number)  # a different state of the global generators must not change the result
                 random.seed(number)
-                of_numpy = np.random.get_state()[1].copy()  # type: ignore[union-attr, index]
+                of_numpy = np.random.get_state()[1].copy()  # type: ignore[index]
                 of_python = random.getstate()
                 outs.append(net.allreduce(case.gradients(200, step), "w")[0])
                 same = (np.random.get_state()[1] == of_numpy).all()  # type: ignore[index]

@@ -6,7 +6,7 @@ import importlib
 import json
 import math
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
@@ -58,7 +58,7 @@ def _numbers(shape: tuple[int, ...], key: tuple[int, ...], kind: Kind) -> Array:
     u = seed.uniform(seed._key(*key, 17), 6 * n).reshape(6, n)
     x = (u[0] + u[1] + u[2] + u[3] - np.float32(2)) * np.float32(math.sqrt(3))
     sign = np.where(u[4] < 0.5, np.float32(-1), np.float32(1))
-    made = {
+    kinds: dict[Kind, Callable[[], Array]] = {
         "normal": lambda: x,
         "smooth": lambda: np.convolve(x, np.hanning(9))[4 : 4 + n] if n else x,
         "shifted": lambda: x + np.float32(10),
@@ -69,8 +69,8 @@ def _numbers(shape: tuple[int, ...], key: tuple[int, ...], kind: Kind) -> Array:
         "huge": lambda: sign * np.float32(1e37) * (np.float32(1) - u[5] / 2),
         "denormal": lambda: (sign * np.floor(u[5] * 9) * np.float32(1.4e-45)).astype(np.float32),
         "mixed": lambda: (sign * 10.0 ** (24 * u[5].astype(np.float64) - 12)).astype(np.float32),
-    }[kind]()
-    return made.astype(np.float32).reshape(shape)
+    }
+    return kinds[kind]().astype(np.float32).reshape(shape)
 
 
 # -- a network that records ------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tests.ranks.drivers import driver_of
 
 RAISED = {"error": ValueError("made by the test"), "exit": SystemExit(3), "interrupt": KeyboardInterrupt()}
 #: fault -> ``warn_after`` and ``end_after`` in seconds; other faults are noticed without waiting for so long
-LIMITS = {fault: (1, 5) for fault in ("stopped", "absent", "new", "elastic")} | {"late": (1, 60), "continued": (1, 60)}
+LIMITS = dict.fromkeys(("stopped", "absent", "new", "elastic"), (1, 5)) | {"late": (1, 60), "continued": (1, 60)}
 
 
 def have_fault(handle: Any) -> None:

@@ -45,7 +45,7 @@ def test_one_parameter_has_one_driver() -> None:
     try:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 40))
         under_horovod = Compressor("topk", model.named_parameters())
-        with pytest.raises(ValueError, match="exchanged twice.*Horovod.*DistributedDataParallel"):
+        with pytest.raises(ValueError, match=r"exchanged twice.*Horovod.*DistributedDataParallel"):
             ddp.attach(model, "topk")
         with pytest.raises(ValueError, match="under Horovod cannot be attached"):
             ddp.attach(model, under_horovod)

@@ -101,8 +101,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = []
     for driver in own or LAUNCHES:
         for name, kind in LAUNCHES[driver].items():
-            is_asked_for = kind in only or not only and kind in ("two ranks", *also)
-            if not is_asked_for and (only or kind in on_request) or _refusal(metafunc.definition, driver, kind) == []:
+            is_asked_for = kind in only or (not only and kind in ("two ranks", *also))
+            if (not is_asked_for and (only or kind in on_request)) or _refusal(metafunc.definition, driver, kind) == []:
                 continue
             is_slow = (driver, name) in SLOW or not is_asked_for
             marks = [pytest.mark.slow] if is_slow else []

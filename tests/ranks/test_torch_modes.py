@@ -89,3 +89,30 @@ def test_inference_tensors_are_averaged(driver, ops):
             tensor = torch.full((30, 40), driver.rank + 1.0)
             compressor.allreduce({"w": tensor}, out={"w": tensor})
         assert (tensor == (driver.world_size + 1) / 2).all()
+
+
+def compressor_of(driver, parameters, **settings):
+    """Return a Compressor that belongs to no optimizer and to no model."""
+    if driver.name == "ddp":
+        from hvdcompress.ddp import Compressor
+    else:
+        from hvdcompress.horovod.torch import Compressor
+    return Compressor("topk", parameters, density=1.0, min_elements=1, **settings)
+
+
+def test_allreduce_returns_new_tensors_or_those_of_out(driver):
+    parameters = {name: torch.nn.Parameter(torch.zeros(3, 4)) for name in "ab"}
+    total = driver.world_size * (driver.world_size + 1) / 2
+    with compressor_of(driver, parameters) as compressor:
+        given = {name: torch.full((3, 4), driver.rank + 1.0) for name in "ab"}
+        averages = compressor.allreduce(given)
+        assert all((each == driver.rank + 1.0).all() for each in given.values())
+        assert all((averages[name] == total / driver.world_size).all() for name in "ab")
+        out = {name: torch.empty(3, 4) for name in "ab"}
+        assert compressor.allreduce(given, op="sum", out=out)["a"] is out["a"]
+        assert all((out[name] == total).all() for name in "ab")
+        wrong = {"a": torch.empty(3, 4), "b": torch.empty(4) if driver.rank else torch.empty(3, 4)}
+        driver.must_raise(Exception, ["out['b']"], lambda: compressor.allreduce(given, out=wrong), same=False)
+    with compressor_of(driver, {"w": torch.nn.Parameter(torch.zeros(5))}) as one:
+        assert (one.allreduce(torch.full((5,), driver.rank + 1.0), name="w", op="sum") == total).all()
+        driver.must_raise(TypeError, ["name"], lambda: one.allreduce(torch.zeros(5)))

@@ -45,5 +45,5 @@ def carries(got: list[bytes], want: list[bytes], probe: int) -> bool:
     if not got:
         return not want
     first, rest = got[0], got[1:]
-    whole = want and (first == want[0] or probe and first[:-probe] == want[0])  # an empty one may be a probe alone
-    return bool(whole and carries(rest, want[1:], probe)) or len(first) == probe and carries(rest, want, probe)
+    whole = want and (first == want[0] or (probe and first[:-probe] == want[0]))  # an empty one may be a probe alone
+    return bool(whole and carries(rest, want[1:], probe)) or (len(first) == probe and carries(rest, want, probe))

@@ -17,7 +17,7 @@ from hvdcompress import registry
 from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.methods.dgc import DGC
 from hvdcompress.ops import fast
-from hvdcompress.parts import select
+from hvdcompress.parts import candidates, select
 
 Vector = np.ndarray[Any, Any]
 LEAST = 1000  #: elements of a tensor whose distribution is looked at; a threshold for a handful of values says nothing
@@ -135,7 +135,7 @@ def counts(x: Vector, density: float) -> dict[str, float]:
     k, start = wanted.k, np.float32(select.gaussian_threshold(*fast.moments(x), density))
     found = {"first threshold": fast.count_above(x, start) / k}
     for rule, refine in (("paper", select.refine_paper), ("bisect", select.refine_bisect)):
-        elements = select.candidates.Elements(x, None, None, fast)
+        elements = candidates.Elements(x, None, None, fast)
         threshold, ties = refine(elements, start, wanted)
         chosen = fast.count_above(x, threshold)
         if ties is not None and chosen < k:  # elements of equal magnitude fill up

@@ -81,7 +81,7 @@ def watched() -> list[Unit]:
     for net, (steps, window) in WINDOWS.items():
         lengths = window["dense_steps"], window["compressed_steps"]
         entries = {"default": gradiveq(net, *lengths), "paper": gradiveq(net, *lengths, paper=True)}
-        moved = {"starts": [start for start in window["starts"]]}
+        moved = {"starts": list(window["starts"])}
         task = simulate.training(net, steps)
         common = {"ranks": RANKS, "tensors": list(LAYERS[net]), "sizes": SIZES, "entries": entries}
         units.append(Unit(measures.watched, {"task": task, **window, **moved, **common}, {"net": net}))

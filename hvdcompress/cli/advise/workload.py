@@ -111,5 +111,5 @@ def _described(error: Exception) -> str:
 def _seed_all(seed: int) -> None:
     """Seed every generator that a user's function may draw from."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
     torch.manual_seed(seed)

@@ -159,7 +159,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     # -- Horovod's interface -------------------------------------------------------------------------
 
-    @tf.autograph.experimental.do_not_convert  # AutoGraph would convert this function slowly, for no benefit
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # AutoGraph would be slow, for no benefit
     def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, GradientContext | tf.Tensor]:
         """Build the exchange of a gradient in the graph. Horovod calls this method while it traces.
 
@@ -205,7 +205,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
         return probe, GradientContext(tensor, bucket, traced, passing, done, received=bool(first))
 
-    @tf.autograph.experimental.do_not_convert
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def decompress(self, output: tf.Tensor, ctx: GradientContext | tf.Tensor) -> tf.Tensor:
         """Build the end of a gradient's exchange in the graph.
 

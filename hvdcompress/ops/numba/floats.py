@@ -25,9 +25,7 @@ def clipped_to_fp16(x: Array, scale: float, limit: float, out: Array) -> tuple[i
     bits = out.view(np.uint16)
 
     def convert(start: int, stop: int) -> tuple[int, int]:
-        return kernels.to_fp16(  # type: ignore[no-any-return]
-            x[start:stop], np.float32(scale), np.float32(limit), bits[start:stop]
-        )
+        return kernels.to_fp16(x[start:stop], np.float32(scale), np.float32(limit), bits[start:stop])
 
     clipped, largest = zip(*in_ranges(convert, x.size, kernels.BLOCK), strict=True)
     return int(sum(clipped)), max(largest)

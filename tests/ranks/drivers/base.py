@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -138,7 +138,7 @@ class Driver(ABC):
     world_size: int
     folder: Path  #: of this launch, the same on every rank
     num_nodes = int(os.environ.get("NODES", "0"))  #: of exchanges with two levels; 0: one level
-    shapes: Shapes = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
+    shapes: ClassVar[Shapes] = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
     error: type[Exception] = Exception  #: what all ranks raise when one has failed
     recovers = False  #: a Compressor can be used after an error
     expensive = False  #: making a Compressor takes most of a second

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -86,7 +86,7 @@ class TensorFlowHandle(Handle):
 
     def overhead(self, steps: int) -> dict[str, int]:
         """A probe with each gradient that TensorFlow does not hand to Horovod itself, plans once."""
-        probes = {name: steps * TensorFlowDriver.probe for name in self.shapes.keys() - self.unseen()}
+        probes = dict.fromkeys(self.shapes.keys() - self.unseen(), steps * TensorFlowDriver.probe)
         return {**probes, "plan": self.sent().get("plan", 0)}
 
     def unseen(self) -> set[str]:
@@ -98,7 +98,7 @@ class TensorFlowHandle(Handle):
 class TensorFlowDriver(Driver):
     name = "tensorflow"
     # a convolution lies as height, width, in, out
-    shapes = {"a": (37, 41), "b": (3, 5, 7, 16), "c": (8, 131), "d": (1,)}
+    shapes: ClassVar[Shapes] = {"a": (37, 41), "b": (3, 5, 7, 16), "c": (8, 131), "d": (1,)}
     expensive = by_tensor = True
     probe = 24
 

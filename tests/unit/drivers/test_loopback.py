@@ -92,7 +92,7 @@ def test_other_wrong_arguments_are_refused() -> None:
         net.allreduce([{"a": ONES, "b": ONES}, {"a": ONES}])
     with pytest.raises(ValueError, match="'b', rank 1"):
         net.allreduce([{"a": ONES}, {"a": ONES, "b": ONES}])
-    with pytest.raises(ValueError, match='"max" must be "average" or "sum"|op'):
+    with pytest.raises(ValueError, match=r'"max" must be "average" or "sum"|op'):
         net.allreduce([ONES] * 2, op="max")  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ def test_the_residual_of_an_unknown_tensor() -> None:
     with pytest.raises(KeyError, match="none"):
         net.residual("w", 0)
     net.allreduce([ONES], "w")
-    with pytest.raises(KeyError, match="no tensor 'v'.*known: w"):
+    with pytest.raises(KeyError, match=r"no tensor 'v'.*known: w"):
         net.residual("v", 0)
 
 

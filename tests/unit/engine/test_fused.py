@@ -25,9 +25,9 @@ SHAPES = {"a": (40, 50), "b": (30, 60), "c": (1100,), "d": (70, 20)}
 
 def yield_all(collectives: list[Any]) -> Generator[Any, Any, Any]:
     """Act as a method that yields these collectives. Its total is the list of their results."""
-    results = []
-    for collective in collectives:
-        results.append((yield collective))
+    results = [None] * len(collectives)
+    for number, collective in enumerate(collectives):
+        results[number] = yield collective
     return Reduced(total=results)  # type: ignore[arg-type]
 
 
@@ -117,7 +117,7 @@ def test_state_is_copied_out_of_buffers_that_the_next_step_overwrites() -> None:
 
 def test_different_collectives_are_an_error_that_names_the_tensors() -> None:
     fused = fuse([AllReduce(np.zeros(2, np.float32))], [AllReduce(np.zeros(2, np.float16))])
-    with pytest.raises(RuntimeError, match="t0.*t1.*bucket_elements: 0"):
+    with pytest.raises(RuntimeError, match=r"t0.*t1.*bucket_elements: 0"):
         fused.send(None)
     fused = fuse([], [AllGather(np.zeros(4, np.uint8))])
     with pytest.raises(RuntimeError, match="for 't0'"):

@@ -96,7 +96,7 @@ def test_messages_and_bytes_of_hosts_with_two_ranks(kind, receives, messages, ho
 
 def test_owners_of_two_levels_share_the_work():
     plan = plan_of("topk", bucket_elements=0, min_elements=1)
-    tensors = {name: (1000,) for name in "abcdefgh"}
+    tensors = dict.fromkeys("abcdefgh", (1000,))
     found = model.two_levels(plan, tensors, Nodes(2, 4), lambda _: Codec(tensor=1.0), "mpi4py")
     statuses = model.work(plan, {}, 8, driver="mpi4py", local_size=4)
     assert found.codec == 2, "each rank owns two of eight tensors"

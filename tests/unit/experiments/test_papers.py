@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import chain
 
 import pandas as pd
 import pytest
@@ -88,7 +89,7 @@ def test_a_diverged_seed_is_not_averaged_away():
 def test_units_of_each_paper_have_different_names_and_published_results(id):
     paper = pytest.importorskip(f"experiments.papers.{id}.claims").PAPER
     for claim in paper.claims:
-        for units in (sum(sets, []) for sets in claim.needed((0,)).values()):
+        for units in (list(chain(*sets)) for sets in claim.needed((0,)).values()):
             assert units and len({unit.name for unit in units}) == len({unit.key for unit in units})
             assert all(Task.model_validate(unit.settings["task"]) for unit in units if "task" in unit.settings)
     published = json.loads((results.FOLDER / f"papers-{id}.json").read_text())["records"]

@@ -11,19 +11,19 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from experiments import nets  # noqa: E402
-from experiments.papers import simulate  # noqa: E402
-from experiments.papers.claims import Kind  # noqa: E402
-from experiments.papers.fft import claims as fft  # noqa: E402
-from experiments.papers.fft import formats  # noqa: E402
-from experiments.papers.gaussiank import claims as gaussiank  # noqa: E402
-from experiments.papers.gradiveq import claims as gradiveq  # noqa: E402
-from experiments.papers.peers import claims as peers  # noqa: E402
-from experiments.papers.scalecom import claims as scalecom  # noqa: E402
-from experiments.papers.scalecom import settings  # noqa: E402
-from hvdcompress.method import Context, TensorSpec  # noqa: E402
-from hvdcompress.plan import load_plan  # noqa: E402
-from tests.oracles.ring import simulate as simulate_ring  # noqa: E402
+from experiments import nets
+from experiments.papers import simulate
+from experiments.papers.claims import Kind
+from experiments.papers.fft import claims as fft
+from experiments.papers.fft import formats
+from experiments.papers.gaussiank import claims as gaussiank
+from experiments.papers.gradiveq import claims as gradiveq
+from experiments.papers.peers import claims as peers
+from experiments.papers.scalecom import claims as scalecom
+from experiments.papers.scalecom import settings
+from hvdcompress.method import Context, TensorSpec
+from hvdcompress.plan import load_plan
+from tests.oracles.ring import simulate as simulate_ring
 
 SEEDS = (0, 1)
 TASK = {"task": "digits", "net": "fnn3", "steps": 6, "batch_size": 8, "learning_rate": 0.05, "warmup_steps": 1}

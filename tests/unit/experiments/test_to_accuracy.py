@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from experiments.to_accuracy import report, run  # noqa: E402
-from experiments.to_accuracy.races import RACES  # noqa: E402
+from experiments.to_accuracy import report, run
+from experiments.to_accuracy.races import RACES
 
 COMMON = {"race": "mlp", "driver": "ddp", "device": "cpu"}
 

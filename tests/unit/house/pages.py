@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -11,37 +12,48 @@ from typing import Any
 
 from tests import ROOT
 
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OURS = re.compile(rf"{re.escape(PROJECT['urls']['Repository'])}/(?:blob|raw)/main/")
 FRAGMENT = "<!-- a fragment:"  #: begins the line before a code block that is not complete
 
 
 def pages() -> list[Path]:
     """Return every page of the documentation."""
     docs = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "templates" not in page.parts]
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *docs]
+    return [*sorted(ROOT.glob("*.md")), *docs]
 
 
 # -- links -----------------------------------------------------------------------------------------
 
 
 def without_code(page: Path) -> str:
-    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 @cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     found = set()
-    for heading in re.findall(r"^#+ (.*)$", without_code(page), re.M):
+    for heading in re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE):
         words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).replace("`", "").strip().lower()
         found.add(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
     return found
 
 
+def links(page: Path) -> list[str]:
+    """Return the targets of a page's links and pictures."""
+    return re.findall(r"\]\(([^)\s]+)\)", without_code(page))
+
+
 def dead_links(page: Path) -> Iterator[str]:
-    """Iterate over links to files and headings that do not exist."""
-    for target in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", without_code(page)):
-        name, _, anchor = target.partition("#")
-        file = page.parent / name if name else page
+    """Iterate over links to files of this repository, and to headings, that do not exist."""
+    for target in links(page):
+        in_repository = OURS.sub("", target)
+        if re.match("[a-z]+:", in_repository):
+            continue
+        name, _, anchor = in_repository.partition("#")
+        folder = page.parent if in_repository == target else ROOT
+        file = folder / name if name else page
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file.resolve())):
             yield f"{page.name}: {target}"
 
@@ -51,7 +63,7 @@ def dead_links(page: Path) -> Iterator[str]:
 
 def blocks(text: str, language: str) -> list[tuple[str, bool]]:
     """Return the code blocks in a language, each with whether it is marked as a fragment."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     before = [(match[1], text[: match.start()].rstrip().rpartition("\n")[2]) for match in found]
     return [(code, line.startswith(FRAGMENT)) for code, line in before]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import configparser
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -73,10 +73,9 @@ def test_the_trainer_runtime_and_its_job() -> None:
 
 
 def test_conda_has_what_the_package_needs() -> None:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    lines = f"{setup['options']['install_requires']}\n{setup['options.extras_require']['cli']}".split("\n")
-    needed = {re.split("[><=]", line)[0].lower() for line in lines if line and not line.startswith("#")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["cli"]]
+    needed = {re.split("[><=]", one)[0].lower() for one in required}
     listed = yaml.safe_load((LAUNCH / "environment.yml").read_text())["dependencies"]
     assert needed <= {re.split("[><=]", one)[0] for one in listed}
 

@@ -24,7 +24,7 @@ from hvdcompress.plan import plan_of
 from hvdcompress.testing import check_method, numbers
 from tests import ROOT
 from tests.installed import needs
-from tests.unit.house.pages import blocks, dead_links, imports_of_diffs, pages, undocumented, wrong_names
+from tests.unit.house.pages import blocks, dead_links, imports_of_diffs, links, pages, undocumented, wrong_names
 
 PUBLIC = (
     "hvdcompress",
@@ -69,6 +69,13 @@ DOCTESTS = [
 
 def test_links_lead_somewhere() -> None:
     assert not [link for page in pages() for link in dead_links(page)]
+
+
+def test_readme_can_be_shown_outside_of_the_repository() -> None:
+    """A package index shows README: it has no files to link to, and shows no SVG."""
+    targets = links(ROOT / "README.md")
+    assert targets and not [target for target in targets if not target.startswith("https://")]
+    assert not [target for target in targets if target.endswith(".svg")]
 
 
 def test_settings_that_editors_complete_are_those_of_the_methods_and_plans() -> None:

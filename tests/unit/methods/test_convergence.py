@@ -73,7 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "warmup": {"steps": 60},
         "dense_steps": 30,
         "compressed_steps": 60,
-    },  # fmt: skip
+    },
 }
 
 
@@ -143,5 +143,5 @@ def test_options_converge_as_dense(id: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("id", ["topk", pytest.param("scalecom", marks=pytest.mark.slow)])
 def test_gate_closes_without_feedback(id: str) -> None:
     """Without its residual the method fails at the density at which it passes with it."""
-    with pytest.raises(AssertionError, match="training loss|accuracy"):
+    with pytest.raises(AssertionError, match=r"training loss|accuracy"):
         gate(id, **settings_of(id), feedback="none")

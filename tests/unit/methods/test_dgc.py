@@ -67,7 +67,7 @@ def test_velocity_ends_at_sent_elements_and_nowhere_else(id: str) -> None:
 
 
 def first_threshold(u: np.ndarray, rank: int = 0, step: int = 0, **options: Any) -> float:
-    method = hvdcompress.get_method("dgc", **options)
+    method = hvdcompress.get_method("dgc", select="sampled", **options)
     ctx = Context(rank, 2, step, TensorSpec("w", (len(u), 1)))
     return float(method.threshold(u, ctx, Workspace(reference)))  # type: ignore[attr-defined]
 
@@ -98,7 +98,7 @@ def test_sample_of_a_small_tensor_is_the_whole_tensor(n: int) -> None:
     ],
 )
 def test_sample_size(n: int, options: dict[str, float], size: int) -> None:
-    assert hvdcompress.get_method("dgc", **{"density": 0.001, **options}).sample_size(n) == size  # type: ignore[attr-defined]
+    assert hvdcompress.get_method("dgc", **{"density": 0.001, "select": "sampled", **options}).sample_size(n) == size  # type: ignore[attr-defined]
 
 
 def test_sample_is_the_same_on_all_ranks_and_differs_between_steps() -> None:

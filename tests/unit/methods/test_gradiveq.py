@@ -354,5 +354,5 @@ def test_broadcast_with_a_wrong_number_of_components_is_refused(d: int) -> None:
     fitting = method.fit_basis(numbers((96,), 1), ctx, Workspace(reference))  # type: ignore[attr-defined]
     bad = next(fitting).make().copy()
     bad[:4] = np.frombuffer(d.to_bytes(4, "little"), np.uint8)
-    with pytest.raises(WireError, match="tensor 'w'.*components"):
+    with pytest.raises(WireError, match=r"tensor 'w'.*components"):
         fitting.send(bad)

@@ -88,5 +88,5 @@ def test_unbiased_scales_by_n_over_k_and_averages_to_the_gradient() -> None:
 
 
 def test_unbiased_needs_feedback_none() -> None:
-    with pytest.raises(ValueError, match='unbiased.*feedback: "none"'):
+    with pytest.raises(ValueError, match=r'unbiased.*feedback: "none"'):
         hvdcompress.get_method("randomk", unbiased=True)

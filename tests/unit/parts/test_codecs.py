@@ -72,7 +72,7 @@ def test_equal_elements_are_exact(made: Any, value: float) -> None:
 def test_damaged_bytes_are_refused_or_read_as_finite(made: Any) -> None:
     size = made.num_bytes(100)
     for length in (0, size - 1, size + 1):
-        with pytest.raises(WireError, match="bytes of .*, expected"):
+        with pytest.raises(WireError, match=r"bytes of .*, expected"):
             made.decode(np.zeros(length, np.uint8), 100, ops)
     damaged = np.random.default_rng(0).integers(0, 256, (50, size)).astype(np.uint8)
     for buffer in (*damaged, np.full(size, 255, np.uint8)):

@@ -133,7 +133,7 @@ def test_settings_of_a_command_line() -> None:
     found = settings_of(["density=0.02", "values=fp16", "warmup={steps: 5}", "paper=true"])
     assert found == {"density": 0.02, "values": "fp16", "warmup": {"steps": 5}, "paper": True}
     for wrong in ("density", "=3", "a={b"):
-        with pytest.raises(PlanError, match="KEY=VALUE|valid YAML"):
+        with pytest.raises(PlanError, match=r"KEY=VALUE|valid YAML"):
             settings_of([wrong])
 
 

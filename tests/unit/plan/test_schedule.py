@@ -97,7 +97,7 @@ def test_malformed_diminishing_schedules_are_refused(given: dict[str, Any], word
 
 def test_only_the_density_can_diminish() -> None:
     plan = {"method": "scalecom", "schedule": {"beta": {"diminishing": {"lipschitz": 1}}}}
-    with pytest.raises(PlanError, match="schedule.beta.diminishing: unknown key"):
+    with pytest.raises(PlanError, match=r"schedule\.beta\.diminishing: unknown key"):
         load_plan(plan)
 
 

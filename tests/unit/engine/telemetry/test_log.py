@@ -26,5 +26,5 @@ def test_debug_writes_a_line_per_round(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 def test_an_unknown_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(log.VARIABLE, "verbose")
-    with pytest.raises(ValueError, match="HVDCOMPRESS_LOG.*debug"):
+    with pytest.raises(ValueError, match=r"HVDCOMPRESS_LOG.*debug"):
         Loopback("topk", world_size=2)
