@@ -23,7 +23,7 @@ from hvdcompress.engine.compressor import Op
 from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
-from hvdcompress.engine.saving import snapshot
+from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.saving.snapshot import Ages
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry import log
@@ -215,16 +215,20 @@ class TensorCompressor(compressor.Compressor):
         return torch.as_tensor(flat, device=parameter.device).clone().reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: the plan, step counts, and residuals as CPU tensors.
+        """Return this rank's state as bytes: ``{"rank-3-of-4": …}``, with the plan, step counts and residuals.
 
-        Residuals differ between ranks, so save one file per rank.
+        Ranks differ, so save the state of each: in one file per rank, or all of them with
+        ``torch.distributed.checkpoint``.
 
         Raises:
             RuntimeError: a step is under way.
         """
+        return checkpoint.by_rank(self._state())
+
+    def _state(self) -> dict[str, Any]:
         if self._is_under_way():
             raise RuntimeError("a step is under way: save the state after optimizer.step(), or before backward()")
-        saved = super().state_dict()
+        saved = super()._state()
         state = {
             name: {slot: torch.as_tensor(array, device="cpu") for slot, array in slots.items()}
             for name, slots in saved["state"].items()
@@ -235,11 +239,15 @@ class TensorCompressor(compressor.Compressor):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned on this rank. Residuals move to the parameters' device.
 
+        The states of all ranks together, in one dict, are re-sharded if their number was another one.
+
         Parameters that the saved state does not contain, because they were frozen, start with a residual of zero.
 
         Raises:
             ValueError: the state belongs to another rank, number of ranks, or model; nothing is changed.
         """
+        if "format" not in saved:
+            saved = checkpoint.of_rank(saved, self.rank_state.rank, self.rank_state.world_size, self.rank_state.nodes)
         snapshot.check(saved)
         ages = snapshot.ages(saved["steps"], saved["restarts"])
         before = (self.buckets, self._bucket_and_index, self.rank_state.placement)
@@ -250,11 +258,6 @@ class TensorCompressor(compressor.Compressor):
         except ValueError:
             self.buckets, self._bucket_and_index, self.rank_state.placement = before
             raise
-        if self.rank_state.rank == 0 and saved["plan"].get("without_beta1"):
-            log.warn_once(
-                "an earlier version has set beta1 of Adam to 0 in the saved training. If the optimizer is loaded with "
-                "that, set beta1 again, because its momentum is adapted now"
-            )
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.rank_state.rank == 0:
             log.warn_once(f"the saved state does not contain {log.first_names(new)}: their residuals start at zero")

@@ -9,9 +9,10 @@
 for frameworks that make the DDP module themselves see :mod:`hvdcompress.integrations`.
 """
 
+from hvdcompress._torch.planner import ReshardingPlanner
 from hvdcompress.ddp.attach import attach, hook
 from hvdcompress.ddp.compressor import Compressor
 from hvdcompress.ddp.transport import PeerLost
 from hvdcompress.engine.agreement import PeerError
 
-__all__ = ["Compressor", "PeerError", "PeerLost", "attach", "hook"]
+__all__ = ["Compressor", "PeerError", "PeerLost", "ReshardingPlanner", "attach", "hook"]

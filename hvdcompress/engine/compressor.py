@@ -123,6 +123,9 @@ class Compressor(ABC):
 
         Its key ``made_by`` has the driver and the versions of the packages in use.
         """
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         return self.rank_state.state_dict()
 
     @abstractmethod
@@ -146,12 +149,12 @@ class Compressor(ABC):
         Raises:
             OSError: writing failed, for example because the disk is full. Earlier files are unchanged.
         """
-        return checkpoint.save(self.state_dict(), folder)
+        return checkpoint.save(self._state(), folder)
 
     def load(self, folder: str | Path) -> None:
         """Load this rank's state from ``folder``. States of a different number of ranks are re-sharded.
 
-        The newest step that all ranks have saved is loaded. A warning names newer files that are incomplete or damaged.
+        The newest step that all ranks have saved is loaded. A warning names the missing files of newer steps.
 
         Raises:
             FileNotFoundError: the folder has no complete set of saved states.

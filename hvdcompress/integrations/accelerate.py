@@ -69,7 +69,7 @@ def attach(
     compressor = ddp.attach(model, method, **{**known, **settings})
 
     def save(models: list[torch.nn.Module], weights: Any, folder: str) -> None:
-        rank_files.save(compressor, _folder(folder, models, model))
+        compressor.save(_folder(folder, models, model))
 
     def load(models: list[torch.nn.Module], folder: str) -> None:
         rank_files.load(compressor, _folder(folder, models, model))

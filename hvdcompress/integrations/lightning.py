@@ -124,7 +124,7 @@ class CompressedDDP(_RankFiles):
 
     def _save(self, folder: Path) -> None:
         if self.compressor:
-            rank_files.save(self.compressor, folder)
+            self.compressor.save(folder)
 
     def _load(self, folder: Path) -> None:
         if self.compressor:
@@ -192,7 +192,7 @@ class LocalStepsDDP(_RankFiles):
 
     def _save(self, folder: Path) -> None:
         if self.local:
-            rank_files.save(self.local, folder)
+            self.local.save(folder)
 
     def _load(self, folder: Path) -> None:
         if self.local:

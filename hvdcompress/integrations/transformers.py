@@ -84,7 +84,7 @@ class CompressionCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Write this rank's residuals into the checkpoint, unless it contains only the model."""
         if self.compressor and not args.save_only_model:
-            rank_files.save(self.compressor, _folder(_checkpoint(args, state)))
+            self.compressor.save(_folder(_checkpoint(args, state)))
 
 
 class LocalStepsCallback(TrainerCallback):
@@ -149,7 +149,7 @@ class LocalStepsCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Write this rank's state into the checkpoint, unless it contains only the model."""
         if self.local and not args.save_only_model:
-            rank_files.save(self.local, _folder(_checkpoint(args, state)))
+            self.local.save(_folder(_checkpoint(args, state)))
 
 
 def _refuse_one_process(args: Any) -> None:

@@ -150,7 +150,9 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
 
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
     """Create a plan from a method that is not registered, such as one under development."""
-    doc = Document({**settings})
+    own = {key: settings.pop(key) for key in method.hyperparameters() if key in settings}
+    method = replace(method, **own)
+    doc = Document(settings)
     doc.known_keys((*INTEGERS, *FLAGS, "nodes"))
     shared = _plan_settings(doc)
     source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **shared}
@@ -191,8 +193,9 @@ def _read(doc: Document) -> Plan:
         match.known_keys(MATCH_KEYS)
         sizes = {key: match.integer(key, None, least=0) for key in MATCH_KEYS[1:]}
         own = body.without("match")
-        # A rule with a method of its own does not inherit hyper-parameters of the default method
-        inherited = {} if "method" in body.value else default
+        # A rule with a method of its own does not inherit hyper-parameters of the default method, except for what
+        # concerns the optimizer
+        inherited = {"optimizer_momentum": filled["optimizer_momentum"]} if "method" in body.value else default
         rules.append(Rule(Match(match.text("name"), **sizes), _program(own, inherited, steps_per_epoch)[0]))
     shared = _plan_settings(doc)
     try:

@@ -227,8 +227,8 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
     checkpoint.save({**saved, "rank": 1}, folder)
     whole = checkpoint.save(saved, folder).read_bytes()
     refuses = (ValueError, FileNotFoundError)
-    yield Decoder("checkpoint-folder", (whole, data), load_folder, refuses)
-    yield Decoder("checkpoint-resharded", (whole, data), other_world_size, refuses)
+    yield Decoder("checkpoint-folder", (whole,), load_folder, refuses)
+    yield Decoder("checkpoint-resharded", (whole,), other_world_size, refuses)
 
 
 PLAN = b"""method: scalecom

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.telemetry import log
 
 FOLDER = Path(os.environ.get("HVDCOMPRESS_TEST_REPORTS", "."))  #: of the launch, the same on all ranks
@@ -119,3 +120,9 @@ def must_raise(
     for word in words:
         assert word in message, f"{word!r} is not in {message!r}"
     return message
+
+
+def state_of(compressor: Any) -> dict[str, Any]:
+    """Return the saved state of this rank as plain data; a Compressor of PyTorch has it as bytes."""
+    saved = compressor.state_dict()
+    return saved if "format" in saved else checkpoint.from_bytes(*saved.values())

@@ -20,7 +20,16 @@ from hvdcompress import ddp
 from hvdcompress.engine.fallback import SPREAD, Verdict
 from hvdcompress.local_steps import LocalSteps
 from hvdcompress.loopback import Loopback
-from tests.ranks.checks import EXACT, FOLDER, assert_close, assert_same_on_all_ranks, assert_same_state, logged, summed
+from tests.ranks.checks import (
+    EXACT,
+    FOLDER,
+    assert_close,
+    assert_same_on_all_ranks,
+    assert_same_state,
+    logged,
+    state_of,
+    summed,
+)
 from tests.ranks.ddp_model import SHAPES, assert_equals_loopback, backward, wrapped
 from tests.ranks.drivers.ddp import DdpDriver, DdpHandle, Net
 from tests.ranks.promises.test_together import check_all_features
@@ -335,10 +344,10 @@ def test_two_models_in_one_backward_pass(driver):
     x = torch.randn(16, 40, generator=torch.Generator().manual_seed(driver.rank))
     for step in range(2):
         judge(x).square().mean().backward()
-        before = discarded.state_dict()
+        before = state_of(discarded)
         judge(generator(x)).square().mean().backward()
         discarded.discard()
-        assert_same_state(discarded.state_dict(), before, f"step {step}")
+        assert_same_state(state_of(discarded), before, f"step {step}")
         with pytest.raises(RuntimeError, match="no step to discard"):
             discarded.discard()
     assert own.ledger.steps == 2
@@ -348,12 +357,12 @@ def test_pause_on_one_rank_alone_is_refused(driver):
     """Promises try pauses of all ranks."""
     model, compressor = wrapped(TwoLayers())
     model(torch.ones(3, 40)).backward()
-    before = compressor.state_dict()
+    before = state_of(compressor)
     with compressor.paused() if driver.rank == 0 else nullcontext():
         driver.must_raise(RuntimeError, ["ranks disagree", "'paused'"], model(torch.ones(3, 40)).backward)
     with compressor.paused():
         model(torch.ones(3, 40)).backward()
-    assert_same_state(compressor.state_dict(), before, "after a pause")
+    assert_same_state(state_of(compressor), before, "after a pause")
     compressor.close()
 
 
@@ -375,7 +384,7 @@ def test_state_is_loaded_when_more_parameters_are_trained(driver):
                 assert saved.any() and torch.equal(saved, loaded), name
         for _ in range(2):
             model(x).square().mean().backward()
-    assert compressors[1].state_dict()["steps"] == {"0.weight": 2, "0.bias": 2, "1.weight": 4, "1.bias": 4}
+    assert state_of(compressors[1])["steps"] == {"0.weight": 2, "0.bias": 2, "1.weight": 4, "1.bias": 4}
     assert_same_on_all_ranks({n: p.grad.numpy() for n, p in net.named_parameters()}, driver.gather, "gradients")
 
 
@@ -419,7 +428,7 @@ def test_ddp_inside_nodes_and_local_steps_between_them(driver):
     net = Net(shapes)
     model = DistributedDataParallel(net, process_group=here)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with LocalSteps(net, optimizer, every=3, outer=None, process_group=across) as local:
+    with LocalSteps(net, optimizer, every=3, method="none", outer=None, process_group=across) as local:
         for step in range(3):
             backward(model, driver.gradients(step, shapes))
             optimizer.step()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.local_steps import OUTER, LocalSteps
+from hvdcompress.methods.topk import TopK
 from hvdcompress.plan import plan_of
 from tests.ranks.checks import FOLDER, logged
 
@@ -26,7 +27,12 @@ if os.environ.get("DRIVER") == "torch":
 
 pytestmark = pytest.mark.drivers("torch", "ddp")
 
-SETTINGS = {"method": "topk", "density": 0.1, "min_elements": 10}
+SMALL = {"min_elements": 10}
+SETTINGS = {"method": "topk", "density": 0.1, **SMALL}
+
+
+class Unregistered(TopK):
+    """A method under development."""
 
 
 class Training:
@@ -90,6 +96,7 @@ def diloco(driver, every, steps):
     parameters = list(training.model.parameters())
     anchors = [torch.nn.Parameter(each.detach().clone()) for each in parameters]
     outer = torch.optim.SGD(anchors, **OUTER)
+    buffers = {each: each.clone() for each in training.model.buffers() if each.is_floating_point()}
 
     def mean(tensor):
         return sum(driver.gather(tensor)) / driver.world_size
@@ -103,9 +110,9 @@ def diloco(driver, every, steps):
         outer.step()
         for parameter, anchor in zip(parameters, anchors, strict=True):
             parameter.copy_(anchor)
-        for buffer in training.model.buffers():
-            if buffer.is_floating_point():
-                buffer.copy_(mean(buffer))
+        for buffer, before in buffers.items():
+            before -= mean(before - buffer)
+            buffer.copy_(before)
 
     training.run(range(steps), exchange)
     return training.model.state_dict()
@@ -124,18 +131,62 @@ def test_every_step_of_the_warm_up_averages_parameters(driver):
     assert_equal(got, trained(driver, 1, range(4), method="none", outer=None)[0], 1e-5)
 
 
-def test_outer_momentum_is_cancelled_only_on_request(driver):
-    """The request may be in settings, a dict, a plan or a method."""
-    plan = plan_of("topk", density=0.1, min_elements=10, optimizer_momentum="cancel")
+def test_outer_momentum_is_kept_unless_asked_otherwise(driver):
+    """Also for rules with methods of their own, for plans, and for methods that are not registered."""
     kept, _ = trained(driver, 2, range(4), **SETTINGS)
-    first, _ = trained(driver, 2, range(4), method=plan)
-    assert any(not torch.equal(first[name], kept[name]) for name in kept)
-    for settings in (
-        {"method": plan.to_dict()},
-        {"method": plan.program.main, "min_elements": 10},
-        {**SETTINGS, "optimizer_momentum": "cancel"},
-    ):
-        assert_equal(trained(driver, 2, range(4), **settings)[0], first)
+    other = {"method": "none", "rules": [{"match": {"min_size": 0}, "method": "topk", "density": 0.1}]}
+    plan = plan_of("topk", density=0.1, min_elements=10, optimizer_momentum="cancel")
+    unregistered = Unregistered(density=0.1)
+    for settings in ({**SETTINGS, "optimizer_momentum": "keep"}, {"method": plan}, {"method": {**other, **SMALL}}):
+        assert_equal(trained(driver, 2, range(4), **settings)[0], kept)
+    assert_equal(trained(driver, 2, range(4), method=unregistered, **SMALL)[0], kept)
+    cancelled, _ = trained(driver, 2, range(4), **SETTINGS, optimizer_momentum="cancel")
+    assert any(not torch.equal(cancelled[name], kept[name]) for name in kept)
+
+
+#: Parameters of two fragments before each step, by (delay, mixing), of torchft at commit 7eb7087 (BSD licence):
+#: test_fixtures/torchft.diloco_regression_test.DiLoCoMockedUpdateTest.test_diloco_mocked_updates_{0,1,3,4}.json
+TORCHFT = {
+    (0, 0.0): (
+        [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59],
+        [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53],
+    ),
+    (0, 0.5): (
+        [1, -1, -3, -8, -10, -12, -14, -16, -18, -24.5, -26.5, -28.5, -30.5, -32.5, -34.5, -40.25],
+        [1, -1, -3, -5, -7, -9, -17, -19, -21, -23, -25, -27, -32, -34, -36, -38],
+    ),
+    (1, 0.0): (
+        [1, -1, -3, -7, -9, -11, -13, -15, -17, -27, -29, -31, -33, -35, -37, -47],
+        [1, -1, -3, -5, -7, -9, -19, -21, -23, -25, -27, -29, -39, -41, -43, -45],
+    ),
+    (1, 0.5): (
+        [1, -1, -3, -6, -8, -10, -12, -14, -16, -21.5, -23.5, -25.5, -27.5, -29.5, -31.5, -35.75],
+        [1, -1, -3, -5, -7, -9, -15, -17, -19, -21, -23, -25, -29, -31, -33, -35],
+    ),
+}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_parameters_are_those_of_torchft(driver, delay, mixing):
+    """Two fragments, every 6 steps, outer rate 2 without momentum, inner rate 1, and gradients of 2.
+
+    With a delay, torchft begins an exchange so much earlier, and applies it in the step in which we begin. So its step
+    t is our step t + delay, and our first ``delay`` steps have gradients of 0 here.
+    """
+    model = torch.nn.ParameterList([torch.ones(1, 1), torch.ones(1, 1)])
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    outer = {"lr": 2.0, "momentum": 0.0}
+    found = []
+    settings = {"every": 6, "fragments": 2, "delay": delay, "mixing": mixing}
+    with LocalSteps(model, sgd, method="none", outer=outer, **settings) as local:
+        for step in range(16 + delay):
+            found.append([each.item() for each in model])
+            for each in model:
+                each.grad = torch.full_like(each, 2.0 if step >= delay else 0.0)
+            sgd.step()
+            local.step()
+    assert [list(each) for each in zip(*found[delay:], strict=True)] == list(map(list, TORCHFT[delay, mixing]))
 
 
 @pytest.mark.parametrize("warmup,momentum,steps", [(0, 0.9, 9), (5, 0.0, 14), (6, 0.9, 7)])
@@ -148,7 +199,7 @@ def test_local_steps_equal_pytorchs_post_local_sgd(driver, warmup, momentum, ste
     if driver.name == "torch":
         pytest.skip("PyTorch's local SGD needs torch.distributed")
     ours, theirs = Training(driver, momentum=momentum), Training(driver, seed=0, momentum=momentum)
-    with ours.local_steps(4, outer=None, warmup=warmup + 1) as local:
+    with ours.local_steps(4, method="none", outer=None, warmup=warmup + 1) as local:
         ours.run(range(steps), lambda step: local.step())
     want = dict(theirs.model.named_parameters())
     theirs.model = DistributedDataParallel(theirs.model)
@@ -328,7 +379,7 @@ def test_parameters_of_any_dtype_are_averaged(driver, dtype):
         pytest.skip("Horovod has no complex numbers")
     model = torch.nn.ParameterDict({"w": torch.full((40, 30), driver.rank + 2.0, dtype=dtype)})
     step = 1j if dtype.is_complex else 1.0
-    with LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, outer=None) as local:
+    with LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, method="none", outer=None) as local:
         model["w"].data += step * driver.rank
         assert local.step()
     want = torch.full((40, 30), 2.0 + step * (driver.world_size - 1) / 2, dtype=dtype)  # all start from 2, of rank 0
@@ -435,7 +486,7 @@ def test_folders_of_others_are_not_removed(driver):
 
 def test_load_without_a_checkpoint_is_an_error(driver):
     with Training(driver).local_steps(4) as local:
-        words = ["no step that all ranks have saved"]
+        words = ["no saved state"]
         driver.must_raise(FileNotFoundError, words, lambda: local.load(FOLDER / "nothing"))
 
 

@@ -10,7 +10,7 @@ import torch
 import hvdcompress
 from hvdcompress.horovod.torch import Compressor, DistributedOptimizer
 from hvdcompress.loopback import Loopback
-from tests.ranks.checks import FOLDER, REORDERED, assert_close, assert_same_on_all_ranks
+from tests.ranks.checks import FOLDER, REORDERED, assert_close, assert_same_on_all_ranks, state_of
 from tests.ranks.drivers.torch import PAIR, TorchDriver, TorchHandle, backward
 from tests.ranks.promises.test_together import check_all_features
 from tests.ranks.reduced import assert_reduced
@@ -79,7 +79,7 @@ def test_parameters_without_a_gradient_and_frozen_ones(driver):
         params[str(dtype)] = torch.nn.Parameter(torch.ones(64, 64).to(dtype), requires_grad=False)
     unused = lambda step, rank: [names[(rank + step) % len(names)]]  # noqa: E731
     comp = assert_equals_loopback(driver, params, unused=unused, density=0.1)
-    assert sorted(comp.parameters) == sorted(comp.state_dict()["steps"]) == sorted(names)
+    assert sorted(comp.parameters) == sorted(state_of(comp)["steps"]) == sorted(names)
     assert all(params[name].grad is None and bool((params[name] == 1).all()) for name in params.keys() - {*names})
 
 
@@ -130,7 +130,7 @@ def test_two_optimizers_of_one_model(driver, has_two):
             with opt.skip_synchronize():
                 opt.step()
     for half, comp in zip(halves, comps, strict=True) if has_two else ():
-        assert comp.state_dict()["steps"].keys() == half.keys() == comp.ledger.tensors().keys() & params.keys()
+        assert state_of(comp)["steps"].keys() == half.keys() == comp.ledger.tensors().keys() & params.keys()
 
 
 @pytest.mark.parametrize("kind,levels", [("checkpoint", "0110"), ("checkpoint", "2112"), ("function", "1001")])

@@ -1,7 +1,8 @@
 """Conversion of a rank's state to plain data and back, by tensor, so that it survives a different bucketing.
 
 A saved state is a dict with ``format``, ``plan``, ``world``, ``rank``, ``made_by`` (``origin.py``), ``fallback`` (the
-decision), ``metrics`` {metric: [least, greatest]}, with two levels ``nodes`` (:func:`layout`), and four tables by
+decision), ``metrics`` {metric: [least, greatest]}, with two levels ``nodes`` (:func:`layout`), ``resharded`` if
+:func:`reshard` made it, ``kind`` if it is not of a Compressor alone (``local_steps/state.py``), and four tables by
 tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, triggers that took effect, step of the last]}, ``merge``
 {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. The slots include ``BucketState.arrived``.
 """
@@ -9,10 +10,13 @@ tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, triggers that took e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Len
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 
 from hvdcompress.engine.bucket_state import BucketState, declared_by_members, declared_slots
 from hvdcompress.engine.nodes import Nodes
@@ -29,6 +33,34 @@ Ages = Mapping[str, tuple[int, ...]]  #: {tensor name: its step, followed by its
 Copy = Callable[[list[Any]], Array]  #: concatenates the saved arrays of a slot's parts into a new array
 
 
+class _Strict(BaseModel):
+    model_config = {"strict": True}
+
+
+class _Nodes(_Strict):
+    num_nodes: PositiveInt
+    local_size: PositiveInt
+    owners: dict[str, NonNegativeInt]
+
+
+class _MadeBy(_Strict):
+    versions: dict[str, str]
+
+
+class _Head(_Strict):
+    """The keys of a saved state without its arrays."""
+
+    plan: dict[Any, Any]
+    world: PositiveInt
+    rank: NonNegativeInt
+    made_by: _MadeBy
+    metrics: dict[str, Annotated[list[float], Len(2, 2)]]
+    steps: dict[str, NonNegativeInt]
+    restarts: dict[str, Annotated[list[NonNegativeInt], Len(3, 3)]]
+    merge: dict[str, dict[str, Literal["sum", "keep"]]]
+    nodes: _Nodes | None = None
+
+
 def check_head(head: Any) -> None:
     """Raise an error unless a value is a saved state; arrays are not checked.
 
@@ -37,12 +69,19 @@ def check_head(head: Any) -> None:
     """
     if not isinstance(head, Mapping) or head.get("format") != FORMAT:
         found = head.get("format") if isinstance(head, Mapping) else head
-        raise ValueError(f"the saved state has format {found!r}; this version reads format {FORMAT}")
-    for key, holds in _HOLDS.items():
-        if not holds(head.get(key)):
-            raise ValueError(f"the saved state's {key!r} is missing or invalid: {head.get(key)!r:.80}")
-    nodes = nodes_of(head)
-    if nodes and nodes.num_nodes * nodes.local_size != head["world"]:
+        raise ValueError(
+            f"the saved state has format {found!r}; this version reads format {FORMAT}. Load it with the version of "
+            "hvdcompress that saved it, or start without it"
+        )
+    try:
+        nodes = _Head.model_validate(head).nodes
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][1:]))
+        raise ValueError(f"the saved state's {first['loc'][0]!r} is invalid: {place} {first['msg']}") from None
+    if nodes and (
+        nodes.num_nodes * nodes.local_size != head["world"] or max(nodes.owners.values(), default=0) >= nodes.local_size
+    ):
         raise ValueError(f"the saved state's 'nodes' are {nodes}, but 'world' is {head['world']}")
 
 
@@ -65,15 +104,13 @@ def check_origin(saved: Saved, world_size: int, rank: int, nodes: Nodes | None =
         ValueError: format, number of ranks, rank or nodes do not match. The message says which.
     """
     check(saved)
-    for key, mine in (("world", world_size), ("rank", rank)):
-        if saved[key] != mine:
-            hint = "; Compressor.load() re-shards a folder with the states of all ranks" if key == "world" else ""
-            raise ValueError(f"the saved state has {key} {saved[key]!r}, but {key} is {mine!r} here{hint}")
-    if nodes_of(saved) != nodes:
-        raise ValueError(
-            f"the saved state is of {nodes_of(saved) or 'one level'}, but here is {nodes or 'one level'}; "
-            "Compressor.load() re-shards a folder with the states of all ranks"
-        )
+    before = {"world": saved["world"], "rank": saved["rank"], "nodes": nodes_of(saved) or "one level"}
+    for key, here in (("world", world_size), ("rank", rank), ("nodes", nodes or "one level")):
+        if before[key] != here:
+            raise ValueError(
+                f"the saved state has {key} {before[key]}, but {key} is {here} here; Compressor.load() re-shards a "
+                "folder with the states of all ranks"
+            )
 
 
 def layout(nodes: Nodes, owners: Mapping[str, int]) -> dict[str, Any]:
@@ -92,16 +129,6 @@ def nodes_of(saved: Saved) -> Nodes | None:
     return Nodes(found["num_nodes"], found["local_size"]) if found else None
 
 
-def _is_layout(value: Any) -> bool:
-    if value is None:
-        return True
-    if not (isinstance(value, Mapping) and isinstance(value.get("owners"), Mapping)):
-        return False
-    if not all(_is_count(value.get(each)) and value[each] > 0 for each in Nodes._fields):
-        return False
-    return all(_is_count(owner) and owner < value["local_size"] for owner in value["owners"].values())
-
-
 def ages(steps: Mapping[str, int], restarts: Mapping[str, Sequence[int]]) -> Ages:
     """Return the progress of each tensor, without tensors at step 0. Only tensors of equal age may share a bucket.
 
@@ -111,39 +138,6 @@ def ages(steps: Mapping[str, int], restarts: Mapping[str, Sequence[int]]) -> Age
     """
     there = {name for name, step in steps.items() if step} | restarts.keys()
     return {name: (steps.get(name, 0), *restarts.get(name, ())) for name in there}
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(one, int | float) for one in value)
-
-
-def _is_restart(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) == 3 and all(map(_is_count, value))
-
-
-def _are_merges(value: Any) -> bool:
-    return isinstance(value, Mapping) and set(value.values()) <= {"sum", "keep"}
-
-
-def _table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Mapping) and all(map(of, value.values()))
-
-
-#: checks of the keys of a saved state, except for its format and arrays
-_HOLDS: dict[str, Callable[[Any], bool]] = {
-    "plan": lambda value: isinstance(value, Mapping),
-    "world": lambda value: _is_count(value) and value > 0,
-    "rank": _is_count,
-    "metrics": _table(_is_pair),
-    "steps": _table(_is_count),
-    "restarts": _table(_is_restart),
-    "merge": _table(_are_merges),
-    "nodes": _is_layout,
-}
 
 
 def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
@@ -160,18 +154,15 @@ def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
     for state in states:
         bucket = state.bucket
         # Tables are by tensor and not by bucket, because a later run may group tensors differently
-        declared = declared_slots(state.bucket)
+        declared = {**declared_slots(bucket), ARRIVED: Slot((bucket.spec.size,), "int8", merge="keep")}
         for member in bucket.members:
             steps[member.name] = state.step
             if state.triggers:
                 restarts[member.name] = [state.triggers, *state.restart]
-        for slot, array in state.slots.items():
+        slots = state.slots if state.arrived is None else {**state.slots, ARRIVED: state.arrived}
+        for slot, array in slots.items():
             for name, part in _parts(bucket, slot, array):
                 keep(name, slot, part, declared[slot].merge if slot in declared else "sum")
-        arrived = state.arrived
-        if arrived is not None:
-            for member, (start, stop) in zip(bucket.members, bucket.spans, strict=True):
-                keep(member.name, ARRIVED, arrived[start:stop], "keep")
         for member, own, known in zip(bucket.members, state.members, declared_by_members(bucket), strict=False):
             for slot, array in own.items():
                 keep(member.name, slot, array, known[slot].merge)
@@ -180,7 +171,7 @@ def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
 
 def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array]]:
     """Split a slot by tensor if it has the shape of the gradient. Other slots belong to the bucket as a whole."""
-    if slot not in feedback.BUFFERED:
+    if slot not in (*feedback.BUFFERED, ARRIVED):
         return [(bucket.spec.name, array)]
     spans = zip(bucket.members, bucket.spans, strict=True)
     return [(member.name, array[start:stop]) for member, (start, stop) in spans]
@@ -216,9 +207,10 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
         ValueError: tensors are at different steps; or a slot is missing, has a wrong size or dtype, or has an Inf or a
             NaN.
     """
-    members = [member.name for member in bucket.members]
-    if not any(name in saved["steps"] for name in members):
+    state = progress(saved, bucket, copy)
+    if state is None:
         return None
+    members = [member.name for member in bucket.members]
     steps = {saved["steps"].get(name, None if whole else 0) for name in members}
     if len(steps) > 1:
         raise ValueError(f"the saved state has the tensors of bucket {bucket.spec.name!r} at different steps")
@@ -240,20 +232,12 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
         return found
 
     own = tuple(slots(each, name) for each, name in zip(declared_by_members(bucket), members, strict=False))
-    triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
     declared = declared_slots(bucket)
     kept = {slot for name in members for slot in saved["state"].get(name, {}) if slot in feedback.BUFFERED}
     # Residuals that no present method declares may exist for some tensors only
     whole = whole and not kept - declared.keys()
-    return BucketState(
-        bucket,
-        slots(declared | {slot: Slot((bucket.spec.size,)) for slot in kept}, bucket.spec.name),
-        own,
-        _arrived(saved, bucket, copy),
-        step=steps.pop(),
-        triggers=triggers,
-        restart=(restart[0], restart[1]),
-    )
+    declared |= {slot: Slot((bucket.spec.size,)) for slot in kept}
+    return replace(state, slots=slots(declared, bucket.spec.name), members=own)
 
 
 def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
@@ -342,6 +326,6 @@ def reshard(saved: Sequence[Saved], world_size: int, nodes: Nodes | None = None)
                 else example["state"][name][slot]
                 for slot, how in slots.items()
             }
-    common = {**first, "world": world_size, "merge": merge, "state": state}
+    common = {**first, "world": world_size, "merge": merge, "state": state, "resharded": True}
     common["nodes"] = layout(nodes, {}) if nodes else None
     return [{**common, "rank": rank} for rank in range(world_size)]

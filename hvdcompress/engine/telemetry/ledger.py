@@ -17,12 +17,13 @@ broadcast   m, every rank  as an all-reduce, because it is sent as a sum with ze
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field, fields
+from threading import Lock
 from typing import Any
 
-from hvdcompress.engine.telemetry import compiling
 from hvdcompress.engine.telemetry.observer import Observer, Sent
 
 
@@ -98,7 +99,7 @@ class Ledger(Observer):
 
     def encoded(self, rank: int, name: str, seconds: float) -> None:
         """Add codec time, without the time in which Numba compiled."""
-        seconds = max(0.0, seconds - compiling.take_seconds())
+        seconds = max(0.0, seconds - _seconds_compiling())
         self._seconds[rank, "codec"] += seconds
         self._tensors[rank, name].seconds += seconds
 
@@ -166,3 +167,22 @@ class Ledger(Observer):
         self.steps = 0
         for table in (self._ranks, self._tensors, self._seconds, self._counters, self._inside_node):
             table.clear()
+
+
+_lock = Lock()
+_reported = 0.0
+
+
+def _seconds_compiling() -> float:
+    """Return the seconds that Numba has compiled in this process since the last call of this function.
+
+    A kernel is compiled, or loaded from disk, on its first call, inside codec work.
+    """
+    global _reported
+    # Not imported here, because the module imports Numba, which takes a second
+    kernels = sys.modules.get("hvdcompress.ops.numba._kernels.compiling")
+    with _lock:
+        now = kernels.LOCKS.seconds if kernels else 0.0
+        before = _reported
+        _reported = now
+        return now - before

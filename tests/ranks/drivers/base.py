@@ -100,8 +100,8 @@ class Handle(ABC):
         return on_host(self.compressor.residual(name))
 
     def state(self) -> dict[str, Any]:
-        """Return ``state_dict()`` with NumPy arrays."""
-        saved = self.compressor.state_dict()
+        """Return ``state_dict()`` as plain data with NumPy arrays."""
+        saved = checks.state_of(self.compressor)
         state = {name: {s: on_host(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
         return {**saved, "state": state}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.engine.fallback import REPEATS, SCHEDULE, SPREAD, Fallback, Verdict
-from tests.ranks.checks import assert_close, summed
+from tests.ranks.checks import assert_close, state_of, summed
 
 STEPS = sum(count for _, count in SCHEDULE) + SPREAD + REPEATS + 4
 SETTINGS = {"method": "topk", "density": 0.1, "min_elements": 100, "fallback": True, "seed": 3}
@@ -75,7 +75,7 @@ def test_compression_ends_where_it_does_not_pay(driver):
     sums = (sent, sum(of_node)) if driver.nodes else (sent,)
     assert any(dense <= each <= dense + 200 * len(of_node) for each in sums), "what is sent uncompressed is counted"
     compressor.discard()  # an uncompressed step has nothing to discard
-    saved = compressor.state_dict()
+    saved = state_of(compressor)
     handle.close()
     other = driver.make(SETTINGS, {}, driver.shapes)
     other.compressor.load_state_dict(saved)

@@ -170,9 +170,9 @@ def test_states_of_other_nodes_are_refused() -> None:
     saved = state_dicts(run())
     for nodes, here in ((0, "one level"), (1, "1 nodes of 4 ranks")):
         net = Loopback("topk", WORLD, nodes=nodes, **TOPK)
-        with pytest.raises(ValueError, match=f"of 2 nodes of 2 ranks, but here is {here}.*re-shards"):
+        with pytest.raises(ValueError, match=f"has nodes 2 nodes of 2 ranks, but nodes is {here} here.*re-shards"):
             net.ranks[1].load_state_dict(saved[1])
-    with pytest.raises(ValueError, match="of one level, but here is 2 nodes of 2 ranks"):
+    with pytest.raises(ValueError, match="has nodes one level, but nodes is 2 nodes of 2 ranks here"):
         run().ranks[0].load_state_dict(run(nodes=0).ranks[0].state_dict())
 
 

@@ -32,7 +32,7 @@ def test_names_may_differ_in_a_prefix() -> None:
         assert snapshot.renamed(saved, names) == saved
 
 
-@pytest.mark.parametrize("key", ["format", "plan", "world", "rank", "metrics", "steps", "restarts", "merge"])
+@pytest.mark.parametrize("key", ["format", "plan", "world", "rank", "made_by", "metrics", "steps", "restarts", "merge"])
 def test_a_state_without_a_key_is_refused(key: str) -> None:
     local = trained(world_size=1, steps=1).ranks[0]
     with pytest.raises(ValueError, match=key):

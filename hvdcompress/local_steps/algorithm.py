@@ -1,0 +1,483 @@
+"""The algorithm of local steps: DiLoCo, local SGD and Streaming DiLoCo.
+
+An exchange averages the *pseudo-gradient*, the parameters at the last exchange (the *anchor*) minus the parameters now,
+by any method or plan, with its error feedback. An outer optimizer, SGD with Nesterov momentum, then updates the anchor,
+from which all ranks go on (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1). ``outer=None`` sets the
+parameters to their average instead (local SGD: Stich 2019, arXiv 1805.09767).
+
+If a program changes the parameters between two steps, for example by loading weights, the next exchange averages them
+uncompressed, without the outer optimizer, for which the change would be progress of the training.
+
+With ``fragments`` and ``delay``, a part of the parameters is exchanged at a time, while training goes on (Streaming
+DiLoCo: Douillard et al. 2025, arXiv 2501.18512, algorithm 2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hvdcompress._torch.compressor import TensorCompressor, plain_name
+from hvdcompress._torch.optimizers import unwrapped
+from hvdcompress.engine.saving import checkpoint as files
+from hvdcompress.engine.telemetry import log
+from hvdcompress.local_steps import state
+from hvdcompress.local_steps.networks import broadcast, network_of
+from hvdcompress.method import Method
+from hvdcompress.plan import Plan, plan_of
+
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  #: the outer optimizer of DiLoCo's paper (section 3.1)
+
+
+class Fragment:
+    """Tensors of the model that are exchanged together: some of the parameters, or the buffers.
+
+    Args:
+        current: returns the tensors by name. A module may replace a buffer by another tensor in each step.
+        names: the names of those that are exchanged.
+        offset: the fragment's exchanges begin at steps t with t mod ``every`` = offset.
+
+    Attributes:
+        anchors: the tensors at the last exchange, by name; equal on all ranks.
+        compressor: exchanges the pseudo-gradients.
+        optimizer: updates the anchors with the averages; by default it sets the tensors to their average.
+        gradients: the pseudo-gradients in flight by name; their averages after the exchange.
+        pending: the exchange in flight; None if there is none.
+        due: the step in which its result is applied.
+        agreed: the step after which the tensors were equal on all ranks.
+    """
+
+    compressor: TensorCompressor
+
+    def __init__(self, current: Callable[[], Mapping[str, torch.Tensor]], names: Iterable[str], offset: int):
+        self.current = current
+        self.offset = offset
+        now = current()
+        self.anchors = {name: torch.nn.Parameter(now[name].detach().clone()) for name in names}
+        self._averaging = torch.optim.SGD(self.anchors.values(), lr=1.0)
+        self.optimizer: torch.optim.Optimizer = self._averaging
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.pending: Future[None] | None = None
+        self.due = 0
+        self.agreed = 0
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Compute the pseudo-gradients."""
+        now = self.current()
+        self.gradients = {name: anchor - now[name] for name, anchor in self.anchors.items()}
+
+    @torch.no_grad()
+    def end(self, compressed: bool, mixing: float) -> bool:
+        """Wait for the exchange, let the optimizer update the anchors, and move the tensors to them.
+
+        Args:
+            compressed: whether the exchange was compressed. Otherwise the tensors become their average.
+            mixing: the tensors become ``mixing`` times themselves plus (1 - ``mixing``) times the anchors.
+
+        Returns:
+            False if a tensor of some rank was Inf or NaN: then they return to the last exchange.
+        """
+        assert self.pending is not None
+        self.pending.result()
+        self.pending = None
+        # After a NaN on any rank, all averages are NaN on all ranks
+        is_finite = all(bool(each.isfinite().all()) for each in self.gradients.values())
+        if is_finite:
+            # The optimizer updates the anchors that have a gradient: only those of this fragment
+            for name, anchor in self.anchors.items():
+                anchor.grad = self.gradients[name]
+            optimizer = self.optimizer if compressed else self._averaging
+            optimizer.step()
+            optimizer.zero_grad()
+        self.gradients = {}
+        self.pull(mixing if is_finite else 0.0)
+        return is_finite
+
+    @torch.no_grad()
+    def pull(self, mixing: float) -> None:
+        """Move the tensors to the anchors; ``mixing`` is the share of their present values."""
+        now = self.current()
+        for name, anchor in self.anchors.items():
+            if mixing:
+                now[name].lerp_(anchor, 1.0 - mixing)
+            else:
+                now[name].copy_(anchor)
+
+
+class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
+    """Exchanges the parameters of a model every few steps.
+
+    Constructing it is collective: all ranks must do it. It broadcasts parameters and buffers from rank 0.
+
+    Args:
+        model: the model, not wrapped in ``DistributedDataParallel``. Its parameters that require a gradient are
+            exchanged. Floating-point buffers, such as those of batch normalization, are averaged in each exchange.
+        optimizer: the inner optimizer. Its state stays local; it is saved with the rest.
+        every: steps from one exchange of a parameter to the next.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. The
+            momentum of the outer optimizer is kept, unless a rule or ``settings`` have ``optimizer_momentum``.
+        outer: ``lr``, ``momentum`` and ``nesterov`` of the outer SGD; None to average the parameters.
+        fragments: number of parts of the model. One of them is exchanged every ``every / fragments`` steps.
+        delay: steps from the beginning of an exchange to the use of its result. During these steps, training goes on.
+        mixing: share of a rank's own parameters when a result is applied (α in Streaming DiLoCo).
+        warmup: number of first steps after which parameters are averaged in every step, uncompressed.
+        driver: "torch" for torch.distributed or "horovod"; by default the one that is initialized.
+        process_group: a torch.distributed process group or a Horovod process set; by default all ranks.
+        checkpoint: a folder that all ranks see. The state is loaded from there if there is one, and saved after each
+            exchange; during the warm-up, every ``every`` steps.
+        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``nodes``, …).
+
+    Attributes:
+        steps: number of calls of :meth:`step`.
+        outer: the outer optimizer.
+        fragments: the parts of the model. The last one has the buffers, if there are any.
+
+    Raises:
+        ValueError: an argument is out of range, the plan is wrong, or neither torch.distributed nor Horovod is
+            initialized.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        method: str | Method | Plan | Mapping[str, Any] = "qsgd",
+        outer: Mapping[str, Any] | None = OUTER,
+        fragments: int = 1,
+        delay: int = 0,
+        mixing: float = 0.0,
+        warmup: int = 0,
+        driver: str | None = None,
+        process_group: Any = None,
+        checkpoint: str | Path | None = None,
+        **settings: Any,
+    ):
+        if every < 1:
+            raise ValueError(f"every = {every} must be 1 or more")
+        if not 1 <= fragments <= every:
+            raise ValueError(f"fragments = {fragments} must be from 1 to every = {every}")
+        if not 0 <= delay < every:
+            raise ValueError(f"delay = {delay} must be from 0 to {every - 1}: less than the steps between exchanges")
+        if not 0.0 <= mixing < 1.0:
+            raise ValueError(f"mixing = {mixing} must be at least 0 and less than 1; with 1, ranks would never agree")
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError("DistributedDataParallel exchanges gradients in every step: give the model without it")
+        if hasattr(optimizer, "_requires_update"):
+            raise ValueError("hvd.DistributedOptimizer exchanges gradients in every step: give a plain optimizer")
+        self.model = model
+        self.optimizer = optimizer
+        self.every = every
+        self.delay = delay
+        self.mixing = mixing
+        self.warmup = warmup
+        self.checkpoint = Path(checkpoint) if checkpoint else None
+        self.steps = 0
+        self._network = network_of(driver, process_group)
+        parameters = {plain_name(name): each for name, each in model.named_parameters()}
+        for tensor in (*parameters.values(), *model.buffers()):
+            broadcast(self._network, tensor)
+        trained = {name: each for name, each in parameters.items() if each.requires_grad}
+        if not trained:
+            raise ValueError("the model has no parameter that requires a gradient")
+        self._frozen = {name: each for name, each in parameters.items() if not each.requires_grad}
+        parts = _parts(trained, fragments)
+        offsets = [(number + 1) * every // len(parts) % every for number in range(len(parts))]
+        self.fragments = [Fragment(lambda: parameters, *each) for each in zip(parts, offsets, strict=True)]
+        anchors = [anchor for fragment in self.fragments for anchor in fragment.anchors.values()]
+        self.outer = torch.optim.SGD(anchors, **({"lr": 1.0} if outer is None else outer))  # 1.0: the average
+        plan = plan_of(method, **{"optimizer_momentum": "keep", **settings})
+        waits = any(
+            each.feedback != "none" and each.optimizer_momentum == "keep" and (each.sparse or each.delay > 1)
+            for each in plan.methods
+        )
+        if waits and self.outer.defaults["momentum"] and self._network.rank == 0:
+            log.warn_once(
+                "local steps: residuals act as momentum, and the outer optimizer adds its own, so training may "
+                "diverge; use outer=None, or a method without error feedback, such as qsgd"
+            )
+        schedule = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing, "warmup": warmup}
+        for fragment in self.fragments:
+            fragment.optimizer = self.outer
+            fragment.compressor = self._network.compressor(plan, fragment.anchors)
+            fragment.compressor._require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
+        # Buffers that contain Inf or NaN from the beginning, such as attention masks, are left out
+        if finite := [name for name, each in _buffers_of(model).items() if each.isfinite().all()]:
+            buffers = Fragment(partial(_buffers_of, model), finite, offsets[-1])
+            buffers.compressor = self._network.compressor(plan_of("none"), buffers.anchors)
+            self.fragments.append(buffers)
+        # Weights that the program has changed since the last step, e.g. by loading them, are no progress of training.
+        # An embedding with max_norm changes its weight in the forward pass
+        self._changed = False
+        renormed = {id(each.weight) for each in model.modules() if getattr(each, "max_norm", None) is not None}
+        self._watched = {name: each for name, each in trained.items() if id(each) not in renormed}
+        self._versions = self._versions_now()
+        myself = weakref.ref(self)
+        inner = unwrapped(optimizer)
+        inner.register_step_pre_hook(lambda *_: (local := myself()) and local._notice_changes())  # type: ignore[func-returns-value, arg-type]
+        inner.register_step_post_hook(lambda *_: (local := myself()) and local._note_versions())  # type: ignore[func-returns-value, arg-type]
+        self._device = anchors[0].device
+        self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        # One thread for all exchanges, so that they begin in one order on all ranks
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
+        if self.checkpoint:
+            with contextlib.suppress(FileNotFoundError):
+                self.load(self.checkpoint)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread and free the process groups. Call it when training has ended.
+
+        Exchanges in flight are completed, but not applied.
+        """
+        self._thread.shutdown()
+        for compressor in self.compressors:
+            getattr(compressor, "close", lambda: None)()
+
+    @property
+    def compressors(self) -> list[TensorCompressor]:
+        """The Compressor of each fragment, for ``summary()`` and ``ledger``."""
+        return [fragment.compressor for fragment in self.fragments]
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def step(self) -> bool:
+        """Count a step of the inner optimizer, and exchange what is due. Call it after ``optimizer.step()``.
+
+        Returns:
+            Whether the result of an exchange was applied.
+
+        Raises:
+            PeerError: a rank failed, or the ranks disagree; on every rank. Under Horovod, HorovodInternalError if a
+                rank is gone.
+            ValueError: a parameter has been unfrozen, which is not exchanged.
+        """
+        self.steps += 1
+        self._note_versions()
+        is_warm_up = self.steps <= self.warmup
+        begins = [each for each in self.fragments if (self.steps - self.warmup) % self.every == each.offset]
+        is_due = bool(begins) or any(each.pending and each.due == self.steps for each in self.fragments)
+        worked = is_warm_up or (is_due and self._find_changes())
+        if worked:
+            self._average()
+        for fragment in self.fragments if not worked else ():
+            if fragment in begins:
+                self._begin(fragment, self.delay)
+            if fragment.pending and fragment.due == self.steps:
+                self._end(fragment, self.mixing)
+                worked = True
+        if self.checkpoint and self.fragments[-1].due == self.steps and not (is_warm_up and self.steps % self.every):
+            self.save(self.checkpoint)
+        return worked
+
+    @torch.inference_mode(False)
+    def synchronize(self) -> None:
+        """Apply the results of exchanges in flight, and exchange all parameters now. Call it before evaluation.
+
+        Afterwards all ranks have the same parameters. Without a step since the last exchange it is a no-op.
+        """
+        self._notice_changes()
+        if self._find_changes():
+            self._average()
+        for fragment in self.fragments:
+            if fragment.pending:
+                self._end(fragment, self.mixing)
+        for fragment in self.fragments:
+            if fragment.agreed != self.steps:
+                self._begin(fragment, 0)
+                self._end(fragment, 0.0)
+
+    def _versions_now(self) -> list[int]:
+        """Return PyTorch's counts of in-place changes of the parameters."""
+        return [each._version for each in self._watched.values()]
+
+    def _note_versions(self) -> None:
+        """Take all changes of the parameters so far for training."""
+        self._versions = self._versions_now()
+
+    def _notice_changes(self) -> None:
+        """Notice parameters that were changed after the last step, unless they were restored after an exchange."""
+        if self._versions != self._versions_now():
+            self._changed |= any(
+                fragment.agreed != self.steps or not torch.equal(self._watched[name], anchor)
+                for fragment in self.fragments
+                for name, anchor in fragment.anchors.items()
+                if name in self._watched
+            )
+
+    def _find_changes(self) -> bool:
+        """Return whether some rank's parameters were changed by the program; collective."""
+        with self.fragments[0].compressor.watchdog.rendezvous("every rank's exchange"):
+            changed = bool(self._network.largest(torch.tensor([self._changed], device=self._device).byte()))
+        if changed and self._network.rank == 0:
+            log.LOGGER.warning(
+                "step %d: the program has changed the weights of some rank after local.step(), such as by loading "
+                "them; this exchange averages them uncompressed, without the outer optimizer",
+                self.steps,
+            )
+        return changed
+
+    def _average(self) -> None:
+        """Average all tensors uncompressed, without the outer optimizer. Results in flight are dropped."""
+        for fragment in self.fragments:
+            if fragment.pending:
+                fragment.pending.result()
+            self._begin(fragment, 0, compressed=False)
+            self._end(fragment, 0.0, compressed=False)
+        self._changed = False
+
+    def _begin(self, fragment: Fragment, delay: int, compressed: bool = True) -> None:
+        """Begin the exchange of a fragment, whose result will be applied after ``delay`` steps.
+
+        Raises:
+            ValueError: a frozen parameter has been unfrozen.
+        """
+        if unfrozen := [name for name, each in self._frozen.items() if each.requires_grad]:
+            raise ValueError(
+                f"{log.first_names(unfrozen)}: frozen when LocalSteps was made, so not exchanged; make LocalSteps again"
+            )
+        fragment.begin()
+        fragment.due = self.steps + delay
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        fragment.pending = self._thread.submit(self._exchange, fragment, compressed)
+
+    def _exchange(self, fragment: Fragment, compressed: bool) -> None:
+        """Exchange a fragment; runs in the thread."""
+        with contextlib.nullcontext() if compressed else fragment.compressor.paused(), torch.cuda.stream(self._stream):
+            fragment.compressor._reduce_in_place(fragment.gradients)
+            if self._stream:
+                self._stream.synchronize()
+
+    def _end(self, fragment: Fragment, mixing: float, compressed: bool = True) -> None:
+        """Apply the result of an exchange."""
+        if not fragment.end(compressed, mixing) and self._network.rank == 0:
+            log.LOGGER.warning(
+                "step %d: a parameter or buffer is Inf or NaN on some rank; all ranks go on from the last exchange",
+                self.steps,
+            )
+        if not mixing:
+            fragment.agreed = self.steps
+        self._note_versions()
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state as bytes, ``{"rank-3-of-4": …}``, as a Compressor does.
+
+        It has steps, model, both optimizers, anchors, residuals, and the results of exchanges in flight, for which it
+        waits.
+
+        Raises:
+            TypeError: an optimizer has a value that :meth:`load` would refuse, because it could run code.
+        """
+        return files.by_rank(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        for fragment in self.fragments:
+            if fragment.pending:
+                fragment.pending.result()
+        own = {
+            "steps": self.steps,
+            "model": self.model.state_dict(),
+            "optimizer": state.plain(self.optimizer.state_dict(), "optimizer"),
+            "outer": state.plain(self.outer.state_dict(), "outer"),
+            "fragments": [
+                {"agreed": each.agreed, "due": each.due, "gradients": each.gradients, "anchors": each.anchors}
+                for each in self.fragments
+            ],
+        }
+        return state.joined(own, [compressor._state() for compressor in self.compressors])
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned on this rank.
+
+        Raises:
+            ValueError: the state belongs to another rank, number of ranks, or model, or was saved by a Compressor.
+        """
+        ranks = self.compressors[0].rank_state
+        if "format" not in saved:
+            saved = files.of_rank(saved, ranks.rank, ranks.world_size, ranks.nodes)
+        own = state.own_of(saved)
+        for fragment, head, before in zip(self.fragments, saved["fragments"], own["fragments"], strict=True):
+            fragment.compressor.load_state_dict(state.of_fragment(saved, head, fragment.anchors))
+            fragment.agreed = before["agreed"]
+            fragment.due = before["due"]
+            fragment.gradients = {name: each.to(self._device) for name, each in before["gradients"].items()}
+            fragment.pending = self._thread.submit(lambda: None) if fragment.gradients else None  # it has ended
+            for name, anchor in fragment.anchors.items():
+                anchor.copy_(before["anchors"][name])
+        self.steps = own["steps"]
+        self.model.load_state_dict(own["model"])
+        self.optimizer.load_state_dict(own["optimizer"])
+        self.outer.load_state_dict(own["outer"])
+        if saved.get("resharded"):
+            # Parameters between exchanges are those of ranks that no longer exist
+            for fragment in self.fragments:
+                fragment.pull(0.0)
+        self._changed = False
+        self._note_versions()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the state of this rank to its own file in a folder. Call it on every rank, after the same step.
+
+        The folder must be one that all ranks see. It keeps the last two steps.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: writing failed, for example because the disk is full. Earlier files are unchanged.
+            TypeError: as for :meth:`state_dict`.
+        """
+        return files.save(self._state(), folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Restore the newest state that all ranks have saved in a folder. Call it on every rank.
+
+        With another number of ranks, residuals are re-sharded, and all ranks go on from the last anchor, with the state
+        that the inner optimizer had on rank 0.
+
+        Raises:
+            FileNotFoundError: the folder has no step that all ranks have saved.
+            ValueError: the state belongs to another model, or an unreleased version has saved it.
+        """
+        if old := sorted(Path(folder).glob("step-*/rank-0-of-*.pt")):
+            raise ValueError(
+                f"an unreleased version has saved {old[-1]}, and only that version can read all of it: load its "
+                "weights, torch.load(path, weights_only=True)['model'], and go on with another folder"
+            )
+        ranks = self.compressors[0].rank_state
+        self.load_state_dict(files.load(folder, ranks.rank, ranks.world_size, ranks.nodes, state.KIND))
+
+
+def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the floating-point buffers, such as those of batch normalization, as they are now."""
+    return {plain_name(name): each.detach() for name, each in model.named_buffers() if each.is_floating_point()}
+
+
+def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:
+    """Cut parameters into at most ``count`` parts of consecutive parameters and about equal size."""
+    total = sum(each.numel() for each in parameters.values())
+    parts: dict[int, dict[str, torch.nn.Parameter]] = {}
+    done = 0
+    for name, each in parameters.items():
+        parts.setdefault(done * count // (total or 1), {})[name] = each
+        done += each.numel()
+    return list(parts.values())
