@@ -78,7 +78,6 @@ def two_levels() -> dict[str, Any]:
         "added to a step, 1 Gbit/s": _levels(fast, "over", seconds_of),
         "added, 100 Mbit/s": _levels(slow, "over", seconds_of),
         "CPU time": _levels(fast, "cpu", seconds_of),
-        "codec": _levels(fast, "codec", seconds_of),
     }
     return {"levels": pd.DataFrame(table), "two_hosts": _two_hosts()}
 
