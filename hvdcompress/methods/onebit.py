@@ -63,7 +63,7 @@ class TwoMeansCodec(Codec):
         ops = work.ops
         n = len(x)
         body[:] = signs = ops.pack_signs(x)
-        one = ops.asarray(np.ones(min(n, 1), np.float32), like=x)
+        one = ops.asarray(np.array([1.0] * min(n, 1), np.float32), like=x)
         positive = 0.5 * ops.unpack_signs(signs, one, n) + 0.5  # 1 where x ≥ 0, else 0
         means = []
         for chosen in (positive, 1.0 - positive):
