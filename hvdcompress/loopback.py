@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -241,7 +241,7 @@ class Loopback:
         state, index = self.ranks[rank].find(name)
         shape = state.bucket.members[index].shape
         residual = self.ranks[rank].residual(name)
-        return np.zeros(shape, np.float32) if residual is None else np.array(residual).reshape(shape)
+        return np.zeros(shape, np.float32) if residual is None else np.asarray(residual).reshape(shape).copy()
 
     def _specs(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op) -> dict[str, TensorSpec]:
         if op not in ("average", "sum"):
@@ -318,7 +318,7 @@ def _try(plan: Plan, specs: tuple[TensorSpec, ...], grouping: Grouping | None) -
         shared = None
     else:
         shared = SharedOps()
-        _steps(plan, specs, grouping, cast(Ops, shared))
+        _steps(plan, specs, grouping, shared)
     if shared is None or shared.skipped:
         _steps(plan, specs, grouping, None)
 

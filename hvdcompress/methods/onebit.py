@@ -44,6 +44,7 @@ import numpy as np
 
 from hvdcompress.method import Array, Context, FeedbackName, Workspace, method
 from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import signs_of
 from hvdcompress.parts.sums import Codec, Quantizer
 
 MEANS = 8  #: bytes of a and −b
@@ -64,7 +65,7 @@ class TwoMeansCodec(Codec):
         n = len(x)
         body[:] = signs = ops.pack_signs(x)
         one = ops.asarray(np.array([1.0] * min(n, 1), np.float32), like=x)
-        positive = 0.5 * ops.unpack_signs(signs, one, n) + 0.5  # 1 where x ≥ 0, else 0
+        positive = 0.5 * ops.dense(signs_of(signs, one, n)) + 0.5  # 1 where x ≥ 0, else 0
         means = []
         for chosen in (positive, 1.0 - positive):
             share = ops.bucket_norms(chosen, n, "mean")  # [1]: of the values that are chosen; [0] if x is empty
@@ -76,9 +77,9 @@ class TwoMeansCodec(Codec):
         if not count:
             return ops.zeros(0, "float32", like=body)
         plus = ops.zeros(1, "uint8", like=body)
-        # unpack_signs reads damaged means as finite numbers ≥ 0
-        a, b = (ops.unpack_signs(plus, ops.from_bytes(head[at : at + 4], "float32"), 1) for at in (0, 4))
-        return ops.unpack_signs(body, 0.5 * a + 0.5 * b, count) + (0.5 * a - 0.5 * b)
+        # damaged means are read as finite numbers ≥ 0
+        a, b = (ops.dense(signs_of(plus, ops.from_bytes(head[at : at + 4], "float32"), 1)) for at in (0, 4))
+        return ops.dense(signs_of(body, 0.5 * a + 0.5 * b, count)) + (0.5 * a - 0.5 * b)
 
 
 @method

@@ -237,6 +237,6 @@ def trimmed_top_k(elements: Elements, k: int) -> Sparse:
             near = elements.above(threshold, count)
             break
     else:  # fewer than k elements are above the mean: select from all
-        near = Sparse(ops.index_range(len(x), like=x), x)
+        near = Sparse(ops.top_k(x, len(x)), x)
     chosen, _ = ops.largest_of([near], [k], [0])
     return chosen

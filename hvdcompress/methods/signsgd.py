@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from hvdcompress.method import Array, Context, FeedbackName, Workspace, method
 from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Codes
+from hvdcompress.ops.vectors import Codes, signs_of
 from hvdcompress.parts.sums import Codec, Quantizer
 
 
@@ -67,7 +67,7 @@ class SignCodec(Codec):
         body[:] = signs
 
     def read(self, head: Array, body: Array, count: int, ops: Ops) -> Codes:
-        return Codes(body, ops.from_bytes(head, "float32"), max(count, 1), 1, 0, count)
+        return signs_of(body, ops.from_bytes(head, "float32"), count)
 
 
 @method

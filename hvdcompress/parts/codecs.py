@@ -78,7 +78,7 @@ class BFloat16(Codec):
         work.ops.to_bf16(x, body)
 
     def read(self, head: Array, body: Array, count: int, ops: Ops) -> Half:
-        return Half(ops.from_bytes(body, "uint16"), 1.0)
+        return Half(ops.from_bytes(body, "int16"), 1.0)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class InParts(Codec):
     def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         before = 0
         for member, (values, place) in zip(ctx.spec.members, self.spans, strict=True):
-            work.ops.fill(body[before : place.start], 0)
+            body[before : place.start] = 0
             self.codec.encode(x[values], replace(ctx, spec=member), work, stream, body[place])
             before = place.stop
 

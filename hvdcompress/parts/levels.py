@@ -40,7 +40,7 @@ import numpy as np
 
 from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import LevelCodes, NumpyArray
+from hvdcompress.ops.vectors import Codes, NumpyArray
 from hvdcompress.parts import seed
 from hvdcompress.parts.sums import Codec
 
@@ -121,9 +121,9 @@ class LevelCodec(Codec):
             head[:] = ops.to_bytes(scales)
         ops.encode_levels(x, scales, self._shared(len(x)), levels(self.name), self.bits, key, body)
 
-    def read(self, head: Array, body: Array, count: int, ops: Ops) -> LevelCodes:
+    def read(self, head: Array, body: Array, count: int, ops: Ops) -> Codes:
         scales = ops.from_bytes(head, "float32") if FORMATS[self.name].scaled else _one(body, ops)
-        return LevelCodes(body, scales, self._shared(count), levels(self.name), self.bits, 0, count)
+        return Codes(body, scales, self._shared(count), levels(self.name), self.bits, 0, count)
 
     def _shared(self, count: int) -> int:
         """Return the number of values that share a scale."""

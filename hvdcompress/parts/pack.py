@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hvdcompress.method import Array, Context, Sparse, Values, Workspace
+from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 from hvdcompress.parts.codecs import codec_of_parts
@@ -135,7 +136,7 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
         WireError: the bytes do not contain k indices below n.
     """
     if coding == "int32":
-        index = ops.from_bytes(buffer, ops.index_dtype(n))
+        index = ops.from_bytes(buffer, index_dtype(n))
     elif coding == "bitmap":
         index = ops.find_bits(buffer, n)
     else:
@@ -183,7 +184,7 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     ops.concat([ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=payload)], payload[: wire.NUM_BYTES])
     encode_index(chosen.index, coding, packing.positions, ops, payload[wire.NUM_BYTES : edge])
     packing.codec.encode(chosen.values, ctx, work, out=payload[edge:stop])
-    ops.fill(payload[stop:], 0)  # payloads have to be reproducible byte by byte
+    payload[stop:] = 0  # payloads have to be reproducible byte by byte
     return payload
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Codes
+from hvdcompress.ops.vectors import Codes, quantized_levels
 from hvdcompress.parts import seed
 from hvdcompress.parts.sums import Codec
 
@@ -40,12 +40,10 @@ class StochasticCodec(Codec):
     def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
         key = seed.private_key(ctx, stream)
-        if self.norm == "max":
-            norms, _ = ops.quantize_max(x, self.bucket, self.bits, key, body)
-        else:
-            norms = ops.bucket_norms(x, self.bucket, self.norm)
-            ops.quantize(x, norms, self.bucket, self.bits, key, body)
+        norms = ops.bucket_norms(x, self.bucket, self.norm)
+        ops.quantize(x, norms, self.bucket, self.bits, key, body)
         head[:] = ops.to_bytes(norms)
 
     def read(self, head: Array, body: Array, count: int, ops: Ops) -> Codes:
-        return Codes(body, ops.from_bytes(head, "float32"), self.bucket, self.bits, 0, count)
+        norms = ops.from_bytes(head, "float32")
+        return Codes(body, norms, self.bucket, quantized_levels(self.bits), self.bits, 0, count)

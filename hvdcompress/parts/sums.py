@@ -148,7 +148,7 @@ def scatter(
     def written(values: Array, number: int, out: Array) -> None:
         edge = codec.num_bytes(len(values))
         codec.encode(values, ctx, work, first + number, out[:edge])
-        ops.fill(out[edge:], 0)
+        out[edge:] = 0
 
     def read(piece: Array, count: int) -> Any:
         # Shards have no header, and on networks that gather unequal lengths a peer may send any number of bytes
