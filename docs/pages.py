@@ -383,7 +383,7 @@ def sent() -> pd.DataFrame:
     """Return the table of what a rank sends of ResNet-50's gradients among 2, 4 and 8 emulated hosts."""
     frame = results.load("bench-sparse")
     frame = frame[frame.sent.notna()].copy()
-    frame["cell"] = [f"{row.sent / 1e6:.2f}, {row.on_wire / 1e6:.2f} MB" for row in frame.itertuples()]
+    frame["cell"] = [f"{row.sent / 1e6:.2f}, {row.on_wire / 1e6:.2f}" for row in frame.itertuples()]
     names = {name: name for name in frame.contender.unique()}
     table = wide(frame, {"contender": names}, {"hosts": {n: f"{n} hosts" for n in (2, 4, 8)}})
     return table.rename(columns={"contender": "method"})
