@@ -114,7 +114,7 @@ def _by_rate(frame: pd.DataFrame, contenders: list[str]) -> pd.DataFrame:
 
 def _parts(frame: pd.DataFrame) -> pd.DataFrame:
     rows = frame.set_index("contender").loc[["none ring", *BEST, "qsgd 4 bits"]]
-    parts = rows[["seconds", "encode", "wire", "wait", "decode", "other"]].map(seconds_of)
+    parts = rows[["encode", "wire", "wait", "decode", "other"]].map(seconds_of)
     return parts.assign(**{"on the wire": rows["on_wire"].map(num_bytes)}).rename_axis("").reset_index()
 
 
