@@ -102,7 +102,6 @@ LOCAL = {
     "local@every=30,method=topk,density=0.03,values=qsgd4:plain": "30, top-k 3 %, 4 bits",
     "local@every=30,method=topk,density=0.01:plain": "30, top-k 1 %",
     "local@every=30,method=powersgd,matrix_rank=4:plain": "30, PowerSGD, rank 4",
-    "local@every=30,warmup=100": "30, warm-up",
     "local@every=30,method=qsgd,warmup=100": "30, warm-up, QSGD",
     f"local@every=30,warmup=100,{OUTER}": "30, warm-up, milder",
     "local@every=30,warmup=250": "30, warm-up of half",
@@ -380,12 +379,12 @@ def compared() -> pd.DataFrame:
 
 
 def sent() -> pd.DataFrame:
-    """Return the table of what a rank sends of ResNet-50's gradients among 2, 4 and 8 emulated hosts."""
+    """Return the table of what a rank sends of ResNet-50's gradients among 2 and 8 emulated hosts."""
     frame = results.load("bench-sparse")
     frame = frame[frame.sent.notna()].copy()
     frame["cell"] = [f"{row.sent / 1e6:.2f}, {row.on_wire / 1e6:.2f}" for row in frame.itertuples()]
     names = {name: name for name in frame.contender.unique()}
-    table = wide(frame, {"contender": names}, {"hosts": {n: f"{n} hosts" for n in (2, 4, 8)}})
+    table = wide(frame, {"contender": names}, {"hosts": {n: f"{n} hosts" for n in (2, 8)}})
     return table.rename(columns={"contender": "method"})
 
 
