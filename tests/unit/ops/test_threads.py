@@ -8,8 +8,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 
-from hvdcompress.ops import numba as ops
-from hvdcompress.ops.numba import threads
+from hvdcompress.ops.numba import ops, threads
 from tests.unit.ops.calls import CALLS, TO_ROUNDING
 from tests.unit.ops.comparing import Put, get, own_ops
 
