@@ -105,7 +105,6 @@ LOCAL = {
     "local@every=30,method=qsgd,warmup=100": "30, warm-up, QSGD",
     f"local@every=30,warmup=100,{OUTER}": "30, warm-up, milder",
     "local@every=30,warmup=250": "30, warm-up of half",
-    f"local@every=30,warmup=250,method=qsgd,{OUTER}": "30, warm-up of half, milder, QSGD",
     f"{SPARSE},warmup=100": "10, warm-up, milder, top-k 1 %, 4 bits",
 }
 RACED = {
