@@ -123,7 +123,8 @@ def _to_loss(rate: str, methods: str, task: str = "") -> str:
 
     Args:
         rate: of the links.
-        methods, task: patterns that the names of the methods and of the task contain.
+        methods: a pattern of the names of methods.
+        task: a part of the name of the task.
     """
     frame = results.load("bench-training")
     frame = frame[frame["loss"].isin([0.02, 2.4]) & (frame["rate"] == rate) & frame["task"].str.contains(task)]
