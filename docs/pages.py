@@ -110,7 +110,6 @@ LOCAL = {
 RACED = {
     "noop": "no communication",
     "powersgd_r4": "every step, PowerSGD, rank 4",
-    "topk@density=0.002": "every step, top-k 0.2 %",
     "local@every=30,method=qsgd": "30, QSGD",
     SPARSE: LOCAL[SPARSE],
 }

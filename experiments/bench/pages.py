@@ -53,7 +53,7 @@ def context(page: str) -> dict[str, Any]:
         "up": lambda *place: rate_of(row(*place)["speed_up"]),
         "took": lambda *place: seconds_of(row(*place)["seconds"]),
         "speed_up": speed_ups(drawn.assign(set="ResNet-50", rate=drawn["rate"].map(title))),
-        "by_rate": _by_rate(resnet, [*BASELINES, *BEST, "qsgd 4 bits"]),
+        "by_rate": _by_rate(resnet, ["none ddp", *BEST, "qsgd 4 bits"]),
         "parts": _parts(resnet[resnet["rate"] == "1gbit"]),
         "nets": nets.unstack()[[*NETS]].rename(columns=NETS).loc[BEST].rename_axis("").reset_index(),
         "hooks": _by_rate(frames["ddp_hooks"], HOOKS),
