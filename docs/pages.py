@@ -105,7 +105,6 @@ LOCAL = {
     "local@every=30,method=topk,density=0.01:plain": "30, top-k 1 %",
     "local@every=30,method=powersgd,matrix_rank=4:plain": "30, PowerSGD, rank 4",
     "local@every=30,method=qsgd,warmup=100": "30, warm-up, QSGD",
-    f"local@every=30,warmup=100,{OUTER}": "30, warm-up, milder",
     "local@every=30,warmup=250": "30, warm-up of half",
     f"{SPARSE},warmup=100": "10, warm-up, milder, top-k 1 %, 4 bits",
 }
