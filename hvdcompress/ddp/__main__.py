@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress.ddp.attach import attach
 from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.launchers import is_first
 from hvdcompress.plan import Plan, load_plan, plan_of, settings_of
 
 
@@ -137,7 +138,7 @@ def _print_savings(name: str, ledgers: Sequence[Ledger]) -> None:
 
 def _print(text: str) -> None:
     """Print a line on stderr, on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         print(f"hvdcompress: {text}", file=sys.stderr, flush=True)
 
 

@@ -10,7 +10,6 @@ how DDP forms its own buckets. See ``docs/drivers.md``.
 from __future__ import annotations
 
 import math
-import os
 import time
 import weakref
 from collections import Counter
@@ -30,6 +29,7 @@ from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.observer import Sent
+from hvdcompress.launchers import torchrun_location
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
 from hvdcompress.settings import Settings
@@ -106,7 +106,8 @@ class Compressor(TensorCompressor):
         self._parent = process_group or dist.group.WORLD
         rank = dist.get_rank(self._parent)
         world_size = dist.get_world_size(self._parent)
-        location = _location() if world_size == dist.get_world_size() else None
+        told = torchrun_location() if world_size == dist.get_world_size() else None
+        location = Location(*told) if told else None
         super().__init__(plan_of(method, **settings), rank, world_size, named_parameters, loss_scale, backend, location)
         self.used: set[str] | None = None
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -340,13 +341,6 @@ class Compressor(TensorCompressor):
                     step.add(self.buckets[name], list(vectors), list(vectors.values()))
             if arrival.last and self.used is not None:
                 step.used = [name in arrival.used for name in self.parameters]
-
-
-def _location() -> Location | None:
-    """Return where torchrun has put this rank; None if the program was started in another way."""
-    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's groups are nodes
-    found = [os.environ.get(name, "") for name in names]
-    return Location(*map(int, found)) if all(map(str.isdecimal, found)) else None
 
 
 def _at_the_end_of_backward(call: Callable[[], None]) -> None:

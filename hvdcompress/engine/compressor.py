@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -32,6 +31,7 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.summary import summary
+from hvdcompress.launchers import is_elastic
 from hvdcompress.method import TensorSpec
 from hvdcompress.parts.momentum import Moment, heavy_ball
 from hvdcompress.plan import Bucket, Plan
@@ -483,11 +483,6 @@ def process_set_changed(process_set: Any, world_size: int) -> bool:
         return bool(process_set.size() != world_size)
     except ValueError:
         return True
-
-
-def is_elastic() -> bool:
-    """Return whether Horovod's elastic launcher started this process."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def next_compressor_number(

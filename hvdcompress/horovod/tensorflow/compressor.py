@@ -45,6 +45,7 @@ from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.tensorflow.naming import Names
 from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, with_denormals
+from hvdcompress.launchers import is_elastic
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.parts.momentum import Moment
 from hvdcompress.plan import Bucket, Plan, plan_of
@@ -592,7 +593,7 @@ def _segment(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: 
                 result = function(*arrays)
         except Exception as error:
             # TensorFlow turns most exceptions into UnknownError, at which hvd.elastic.run ends without a message
-            if compressor.is_elastic():
+            if is_elastic():
                 raise ValueError(str(error)) from error
             raise
         return np.int32(0) if result is None else result

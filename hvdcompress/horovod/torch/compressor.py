@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvdcompress._torch.compressor import TensorCompressor, named
 from hvdcompress.engine.agreement import PeerError, SharedConfig, compare_configs, factor_of
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.compressor import is_elastic, next_compressor_number, process_set_changed
+from hvdcompress.engine.compressor import next_compressor_number, process_set_changed
 from hvdcompress.engine.intake import SMALL
 from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
@@ -34,6 +34,7 @@ from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.torch.transport import HorovodTransport
+from hvdcompress.launchers import is_elastic
 from hvdcompress.method import Method
 from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
 from hvdcompress.settings import Settings
