@@ -59,6 +59,7 @@ class Compressor(ABC):
     driver = "unnamed"  #: the name of the driver, which is saved with the state
     framework = Framework()  #: functions of the driver's framework that the engine calls
     _no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
+    _refused: Mapping[str, str] = {}  #: {plan key that this driver does not support: the reason}
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Compressor(ABC):
         loss_scale: float | Callable[[], float] = 1.0,
         location: Location | None = None,
     ):
+        self._refuse_keys(plan)
         self.plan = plan
         self.loss_scale = loss_scale
         self.ledger = Ledger(world_size, rank)
@@ -85,6 +87,12 @@ class Compressor(ABC):
         myself = weakref.ref(self)
         limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
         self.watchdog = Watchdog(rank, world_size, lambda: _progress_of(myself()), lambda: _pulse(myself()), limits)
+
+    def _refuse_keys(self, plan: Plan) -> None:
+        """Raise ValueError if the plan has a key that this driver does not support."""
+        for key, reason in self._refused.items():
+            if getattr(plan, key):
+                raise ValueError(f"{key} must be 0: {reason}")
 
     def _use_nodes(self, location: Location | None) -> None:
         """Choose between one level and two, as the plan's ``nodes`` says.

@@ -65,9 +65,9 @@ def test_wrong_arguments_are_named(driver):
     """Such as the model in place of its named parameters, and a class in place of an instance."""
     model = torch.nn.Linear(4, 4)
     for given, words in (
-        (model.parameters(), "no names, like those of model.parameters()"),
-        (model, "not the model itself"),
-        (torch.nn.Linear, "not the class itself"),
+        (model.parameters(), "not Parameter containing"),
+        (model, "not the model or its class"),
+        (torch.nn.Linear, "not the model or its class"),
         ([1, 2], "not 1"),
     ):
         words = ["model.named_parameters()", words]

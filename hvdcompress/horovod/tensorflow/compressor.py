@@ -118,6 +118,11 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     driver = "TensorFlow"
     _no_fallback_reason = "in TensorFlow, ranks agree on each tensor, not on a step"
+    _refused: Mapping[str, str] = {
+        "verify_every": "in TensorFlow the Compressor sees only gradients, not parameters",
+        "nodes": GRAPH_PER_TENSOR,
+        "bucket_elements": GRAPH_PER_TENSOR,
+    }
 
     def __init__(
         self,
@@ -131,12 +136,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
         plan = plan_of(method, **settings)
-        if plan.verify_every:
-            raise ValueError("verify_every must be 0: in TensorFlow the Compressor sees only gradients, not parameters")
-        if plan.nodes:
-            raise ValueError(f"nodes must be 0: {GRAPH_PER_TENSOR}")
-        if plan.bucket_elements:
-            raise ValueError(f"bucket_elements must be 0: {GRAPH_PER_TENSOR}")
         if names is not None and len(set(names)) < len(names):
             repeated = sorted({name for name in names if list(names).count(name) > 1})
             raise ValueError(f"two tensors have the same name: {repeated}")

@@ -189,7 +189,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         if plan.nodes:
             location = _location(process_set, plan.nodes)
         super().__init__(plan, rank, world_size, trained, loss_scale, backend, location)
-        self.model_parameters = dict(pairs)
+        self.framework.parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
         self._step: Step | None = None  # the step of allreduce()
@@ -493,7 +493,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             return
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None and parameter not in hooked:
-                name = next((n for n, p in self.model_parameters.items() if p is parameter), tuple(parameter.shape))
+                name = next((n for n, p in self.framework.parameters.items() if p is parameter), tuple(parameter.shape))
                 raise ValueError(
                     f"the gradient of parameter {name!r} is not reduced: it was added to the optimizer, or made "
                     "trainable, after hvd.DistributedOptimizer was made; make the optimizer and the Compressor again, "
@@ -544,7 +544,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 return name
             if parameter is tensor:
                 raise ValueError("op=hvd.Adasum is not supported: it exchanges parameters, not gradients")
-        for name, parameter in self.model_parameters.items():
+        for name, parameter in self.framework.parameters.items():
             if parameter.grad is tensor:
                 raise ValueError(
                     f"{name!r} was frozen when the Compressor was made: make the Compressor again to train it"
