@@ -67,8 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    if bool(options.plan) == bool(options.method):
-        parser.error("give either --plan FILE or --method ID")
     try:
         source = load_plan(options.plan) if options.plan else options.method
         plan = plan_of(source, **settings_of(options.set))
@@ -95,8 +93,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a training script with every DistributedDataParallel module compressed.",
         epilog="Launch it like the script itself: torchrun … -m hvdcompress.ddp --plan plan.yaml train.py ARGUMENT…",
     )
-    parser.add_argument("--plan", metavar="FILE", help="a plan, as a YAML file")
-    parser.add_argument("--method", metavar="ID", help="a method id, instead of a plan")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--plan", metavar="FILE", help="a plan, as a YAML file")
+    source.add_argument("--method", metavar="ID", help="a method id, instead of a plan")
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",

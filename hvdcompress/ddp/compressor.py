@@ -197,10 +197,6 @@ class Compressor(GroupCompressor):
         _abort_after_backward(weakref.ref(self), arrivals)
         self._running = self._thread.submit(self._run, arrivals)
 
-    def _knows(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether the Compressor was given this parameter."""
-        return id(parameter) in self._names
-
     def _abort_step(self) -> None:
         """Fail the open step on all ranks, if a backward pass was interrupted and left one open."""
         arrivals = self._arrivals

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -483,37 +482,6 @@ class Compressor(ABC):
             ValueError: the loss scale is not a positive finite number.
         """
         return evaluate_loss_scale(self.loss_scale)
-
-
-def process_set_changed(process_set: Any, world_size: int) -> bool:
-    """Return whether a Horovod process set has changed its number of ranks, or Horovod was shut down."""
-    try:
-        return bool(process_set.size() != world_size)
-    except ValueError:
-        return True
-
-
-def next_compressor_number(
-    numbers: Counter[int], set_id: int, largest: Callable[[int], int], watchdog: Watchdog
-) -> int:
-    """Return the number of a new Compressor within its process set. It is part of the names of its collectives.
-
-    Ranks create their Compressors in the same order, and ranks outside of a set create none. But a rank that joins an
-    elastic training starts to count at 0, so there the ranks agree on the largest number.
-
-    Args:
-        numbers: {process set id: number of the next Compressor}; updated.
-        set_id: id of the process set.
-        largest: function that returns the maximum of a number over all ranks.
-        watchdog: watchdog of the new Compressor.
-    """
-    number = numbers[set_id]
-    # Only elastic training needs the collective; elsewhere the counts agree
-    if is_elastic():
-        with watchdog.rendezvous("every rank's Compressor"):
-            number = largest(number)
-    numbers[set_id] = number + 1
-    return number
 
 
 def _progress_of(compressor: Compressor | None) -> Progress | None:

@@ -121,11 +121,8 @@ class Compressor(compressor.Compressor):
 
     # -- the exchange ---------------------------------------------------------------------------------------
 
+    @deferred()
     def _allreduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
-        with deferred():
-            return self._reduce(arrays, op, out)
-
-    def _reduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
         began = time.perf_counter()
         self._transport.begin()
         self.rank_state.begin_round()

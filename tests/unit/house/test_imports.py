@@ -33,6 +33,7 @@ LAYERS: list[set[str]] = [
     {"engine"},
     {"loopback"},
     {"_torch"},
+    {"horovod/process_sets"},
     {"horovod", "horovod/torch", "horovod/tensorflow", "ddp", "mpi"},
     {"fsdp", "horovod/keras", "local_steps"},
     {"integrations"},
