@@ -58,8 +58,8 @@ class Names:
             number = len(self._known)
             if self.given is not None and number >= len(self.given):
                 raise ValueError(
-                    f"there are more gradients than the {len(self.given)} names that the Compressor was given: name all "
-                    "variables, and make one Compressor for each model"
+                    f"there are more gradients than the {len(self.given)} names that the Compressor was given: name "
+                    "all variables, and make one Compressor for each model"
                 )
             self._known[key] = str(number) if self.given is None else self.given[number]
         return self._known[key]
