@@ -38,7 +38,6 @@ REAL = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-FROZEN = ", frozen"  #: follows the shape and dtype of a frozen parameter where ranks compare their tensors
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: name components of torch.compile and of checkpointing
 
 _compressors: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()  # of this process
@@ -46,10 +45,7 @@ _compressors: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()  # of this p
 
 def _find(optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
     """Return what has waited of each parameter of an optimizer that is about to take a step, by ``id()``."""
-    found: dict[int, Waiting] = {}
-    for each in list(_compressors):
-        found |= each._waiting(optimizer)
-    return found
+    return {key: waiting for each in list(_compressors) for key, waiting in each._waiting(optimizer).items()}
 
 
 def named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -67,6 +63,8 @@ def named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
     pairs = list(given.items() if isinstance(given, Mapping) else given)
     if not pairs:
         raise TypeError(f"{expected}; it is missing, or empty")
+    if any(isinstance(pair, torch.Tensor) for pair in pairs):
+        raise TypeError(f"{expected}; these parameters have no names, like those of model.parameters()")
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(f"{expected}, not {pair!r:.60}")
@@ -280,9 +278,7 @@ class TensorCompressor(compressor.Compressor):
         frozen = frozenset(name for name, parameter in self.parameters.items() if not parameter.requires_grad)
         if frozen != self._frozen:
             self._frozen = frozen
-            plain = {name: text.removesuffix(FROZEN) for name, text in self._terms.tensors.items()}
-            tensors = {name: text + FROZEN * (name in frozen) for name, text in plain.items()}
-            self._terms = SharedConfig(self._terms.plan, tensors)
+            self._require_equal(frozen=sorted(frozen))
 
     def _allreduce(
         self, tensors: Mapping[str, torch.Tensor], op: Op, out: Mapping[str, torch.Tensor] | None
