@@ -34,8 +34,8 @@ def migrate(page: str) -> dict[str, Any]:
 
 
 def theirs(row: dict[str, Any]) -> str:
-    """Return the peer's name of a method, and its file."""
-    return f"`{row['theirs']}` ({row['file'].rpartition('/')[2]})"
+    """Return the peer's name of a method."""
+    return f"`{row['theirs']}`"
 
 
 def ours(row: dict[str, Any]) -> str:

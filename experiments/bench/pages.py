@@ -78,8 +78,6 @@ def two_levels() -> dict[str, Any]:
         "added to a step, 1 Gbit/s": _levels(fast, "over", seconds_of),
         "added, 100 Mbit/s": _levels(slow, "over", seconds_of),
         "CPU time": _levels(fast, "cpu", seconds_of),
-        "codec": _levels(fast, "codec", seconds_of),
-        "state": _levels(fast, "state", num_bytes),
     }
     return {"levels": pd.DataFrame(table), "two_hosts": _two_hosts()}
 
@@ -143,7 +141,7 @@ def _codec() -> pd.DataFrame:
 
 def _codec_gpu() -> pd.DataFrame:
     frame = results.load("codec-cuda").set_index("method")
-    return frame[["encode", "decode", "apply", "copies"]].map(number).rename(columns={"copies": "all"}).reset_index()
+    return frame["copies"].map(number).rename("copies").reset_index()
 
 
 def _exchange() -> pd.DataFrame:

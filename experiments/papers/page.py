@@ -20,7 +20,7 @@ def context(page: str) -> dict[str, Any]:
     """
     id = Path(page).name
     if id == "README":
-        return {"papers": {paper: context(paper)["claims"] for paper in PAPERS}, "anchor": anchor, "brief": brief}
+        return {"papers": {paper: context(paper)["claims"] for paper in PAPERS}, "anchor": anchor}
     found = json.loads((results.FOLDER / f"papers-{id}.json").read_text(encoding="utf-8"))["records"]
     claims: dict[str, list[Any]] = {}
     for record in found:

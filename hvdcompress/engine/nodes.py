@@ -2,7 +2,7 @@
 
 With two levels, the ranks of a node add up their gradients, and each bucket has one *owner* among them. The owner
 exchanges the sum with the owners of the same bucket on the other nodes, as one of ``num_nodes`` ranks, and returns the
-result to its node. See :mod:`hvdcompress.engine.node_step`.
+result to its node. See :mod:`hvdcompress.engine.levels`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
     comp = Compressor("scalecom", MPI.COMM_WORLD, density=0.01)           # on every rank
     gradient = comp.allreduce(gradient, name="layer1")                    # on every rank: the average
-    gradients = comp.allreduce_many({"layer1": g1, "layer2": g2})         # better: they overlap
+    gradients = comp.allreduce({"layer1": g1, "layer2": g2})              # better: they overlap
 
 If one rank raises an error outside of ``allreduce``, the others wait forever, as in any MPI program. Start the program
 with ``mpirun -np N python -m mpi4py program.py``, which ends all ranks.

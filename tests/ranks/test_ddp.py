@@ -34,8 +34,29 @@ from tests.ranks.ddp_model import SHAPES, assert_equals_loopback, backward, wrap
 from tests.ranks.drivers.ddp import DdpDriver, DdpHandle, Net
 from tests.ranks.promises.test_together import check_all_features
 from tests.ranks.torch_nets import Nested, TwoLayers, gradients_of_nested
+from tests.unit.house.pages import run_blocks
 
 pytestmark = pytest.mark.drivers("ddp")
+
+
+def test_blocks_of_the_guides(driver):
+    """A GAN's step does not change the state of its discriminator's Compressor."""
+    model = DistributedDataParallel(Net(SHAPES))
+    names = {"ddp": ddp, "model": model}
+    run_blocks("docs/guides/nodes.md", names)
+    backward(model, driver.gradients(0, SHAPES))
+    nets = {name: torch.nn.Linear(64, 64) for name in ("generator", "discriminator")}
+    names |= {f"{name}_optimizer": torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+    discriminator = DistributedDataParallel(nets["discriminator"])
+    names |= {"generator": DistributedDataParallel(nets["generator"]), "discriminator": discriminator}
+    names |= {"discriminator_compressor": ddp.attach(discriminator, "topk", density=0.05)}
+    names |= {"noise": torch.ones(4, 64), "real_labels": torch.ones(4, 64), "loss": torch.nn.functional.mse_loss}
+    run_blocks("docs/guides/ddp.md", names)
+    assert not names["discriminator_compressor"].residual("weight").any()
+    run_blocks("docs/guides/speed.md", names)
+    for name in ("compressor", "discriminator_compressor"):
+        names[name].close()
+
 
 # -- options of DDP, kinds of parameters, names ----------------------------------------------------
 

@@ -26,6 +26,7 @@ from hvdcompress.horovod.tensorflow import Compressor
 from tests.ranks.checks import FOLDER, REORDERED, assert_close, assert_same_on_all_ranks, heavy_tailed, logged
 from tests.ranks.drivers.tensorflow import TensorFlowDriver
 from tests.ranks.reduced import assert_reduced
+from tests.unit.house.pages import run_blocks
 
 pytestmark = pytest.mark.drivers("tensorflow")
 
@@ -74,6 +75,13 @@ class SlowCollectives(Observer):
 
     def sent(self, *_):
         time.sleep(0.005)
+
+
+def test_blocks_of_the_guides(driver):
+    optimizer = distributed(keras.optimizers.SGD(0.1))
+    names = {"optimizer": optimizer, "compressor": optimizer.compressor}
+    run_blocks("docs/guides/keras.md", names)
+    run_blocks("docs/guides/tensorflow.md", names)
 
 
 @pytest.mark.parametrize("method,op,settings", [("none", "average", {}), ("topk", "sum", {"density": 0.05})])

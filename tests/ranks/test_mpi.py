@@ -15,7 +15,7 @@ from tests.ranks.checks import EXACT, FOLDER, assert_close, assert_same_on_all_r
 from tests.ranks.drivers.mpi import MPI, MpiDriver
 from tests.ranks.promises.test_together import check_all_features
 from tests.ranks.reduced import assert_reduced
-from tests.unit.house.pages import ROOT, blocks
+from tests.unit.house.pages import ROOT, blocks, run_blocks
 
 pytestmark = pytest.mark.drivers("mpi")
 
@@ -41,6 +41,20 @@ def test_local_steps_of_the_guide(driver):
     exec(code, {"comm": driver.comm, "weights": weights, "inner_step": inner_step, "steps": 300})
     assert np.abs(weights["a"] - 1).mean() < 0.5
     assert_same_on_all_ranks(weights, driver.gather, "local steps")
+
+
+def test_blocks_of_the_pages(driver):
+    """Of the guide, the start page and the page on momentum."""
+    comp, _ = topk_and_loopback(driver, optimizer_momentum="adapt")
+    gradients = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+    names = {"compressor": comp, "first": gradients["a"], "second": gradients["b"], "gradients": gradients}
+    names |= {"weights": {name: array.copy() for name, array in gradients.items()}}
+    names |= {"velocity": {name: np.zeros_like(array) for name, array in gradients.items()}}
+    run_blocks("docs/guides/mpi.md", names)
+    assert names["averages"].keys() == {"layer1", "layer2"}
+    run_blocks("docs/momentum.md", names)
+    assert all((array < 1).any() for array in names["weights"].values())
+    run_blocks("docs/index.md", {"Compressor": Compressor, "MPI": MPI, "gradient": gradients["a"]})
 
 
 # -- arrays, and calls for some of the tensors -----------------------------------------------------

@@ -16,8 +16,20 @@ from tests.ranks.promises.test_together import check_all_features
 from tests.ranks.reduced import assert_reduced
 from tests.ranks.torch_model import SHAPES, assert_equals_loopback, optimizer, parameters, reduce_once
 from tests.ranks.torch_nets import CANCELLED, assert_momentum_buffer, gradients_of_nested
+from tests.unit.house.pages import run_blocks
 
 pytestmark = pytest.mark.drivers("torch")
+
+
+def test_blocks_of_the_guide(driver):
+    model = torch.nn.Linear(64, 64)
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    names |= {"compressor": Compressor("auto", model.named_parameters())}
+    run_blocks("docs/guides/pytorch.md", names)
+    model(torch.ones(4, 64)).sum().backward()
+    names["optimizer"].step()
+    assert names["optimizer"].compressor.ledger.steps == 1
+
 
 # -- options of the stock optimizer, kinds of parameters -------------------------------------------
 

@@ -68,6 +68,18 @@ def blocks(text: str, language: str) -> list[tuple[str, bool]]:
     return [(code, line.startswith(FRAGMENT)) for code, line in before]
 
 
+def run_blocks(page: str, names: dict[str, Any]) -> None:
+    """Run the Python blocks of a page one after another, also fragments, with these names and those that they make."""
+    for code, _ in blocks((ROOT / page).read_text(encoding="utf-8"), "python"):
+        exec(compile(code, page, "exec", dont_inherit=True), names)
+
+
+def imports_of_diffs(text: str) -> Iterator[str]:
+    """Iterate over the imports that the diffs of a page add."""
+    for diff, _ in blocks(text, "diff"):
+        yield from (line[1:] for line in diff.splitlines() if re.match(r"\+(from|import) ", line))
+
+
 def wrong_names(code: str) -> Iterator[str]:
     """Iterate over imports from hvdcompress of names that do not exist."""
     for node in ast.walk(ast.parse(code)):

@@ -24,7 +24,7 @@ from hvdcompress.plan import plan_of
 from hvdcompress.testing import check_method, numbers
 from tests import ROOT
 from tests.installed import needs
-from tests.unit.house.pages import blocks, dead_links, links, pages, undocumented, wrong_names
+from tests.unit.house.pages import blocks, dead_links, imports_of_diffs, links, pages, undocumented, wrong_names
 
 PUBLIC = (
     "hvdcompress",
@@ -52,7 +52,7 @@ SCRIPTS = {
 }
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 GUIDES = ROOT / "docs" / "guides"
-#: pages whose examples need a launch of several ranks and a framework; the scripts in examples/ that they show are run
+#: pages whose examples need a launch of several ranks and a framework: tests/ranks and tests/launched run them
 LAUNCHED = {f"{name}.md" for name in (*SCRIPTS.values(), "fsdp", "nodes", "local-steps", "advise", "reliability")}
 PAGES = [str(page.relative_to(ROOT)) for page in pages()]
 DOCTESTS = [
@@ -133,11 +133,32 @@ def test_python_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Run a page's blocks one after another, as a reader would paste them."""
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {"__name__": "example"}
-    for code, fragment in blocks((ROOT / page).read_text(), "python"):
+    text = (ROOT / page).read_text()
+    assert not [name for line in imports_of_diffs(text) for name in wrong_names(line)]
+    for code, fragment in blocks(text, "python"):
         assert not list(wrong_names(code))
         program = compile(code, page, "exec", dont_inherit=True)  # without this file's __future__
         if not fragment and Path(page).name not in LAUNCHED:
             exec(program, names)
+
+
+@pytest.mark.parametrize("script", ["accelerate_compressed", "lightning_compressed", "transformers_compressed"])
+def test_an_example_runs_the_block_of_its_guide(script: str) -> None:
+    """tests/launched/test_integrations.py runs the examples."""
+    example = (ROOT / "examples" / f"{script}.py").read_text()
+    ((code, _),) = blocks((GUIDES / f"{SCRIPTS[script]}.md").read_text(), "python")
+    compressor = code.removeprefix("print(").partition(".summary()")[0]
+    assert compressor in example and "compressor.summary()" in example
+
+
+def test_a_page_shows_lines_of_an_example() -> None:
+    text = (GUIDES / "new-driver.md").read_text()
+    example = (ROOT / "examples" / "threads_driver.py").read_text().splitlines()
+    ((code, _),) = blocks(text, "python")
+    assert not [line for line in code.splitlines() if line and f"    {line}" not in example]
+    ((code, _), *_) = blocks((GUIDES / "new-method.md").read_text(), "python")
+    example = (ROOT / "examples" / "roundrobin.py").read_text().splitlines()
+    assert not [line for line in code.splitlines() if line not in example]
 
 
 def test_plans_of_pages_load() -> None:
