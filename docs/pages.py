@@ -76,8 +76,10 @@ ADAM = {
     "topk@values=qsgd4,beta1=0:plain": "`auto`: beta1 = 0",
     "powersgd_r4": "PowerSGD, rank 4: in the buffer",
     "powersgd_r4@beta1=0:plain": "PowerSGD, rank 4: beta1 = 0",
+    "acpsgd_r4": "ACP-SGD, rank 4: in the buffer",
+    "acpsgd_r4@beta1=0:plain": "ACP-SGD, rank 4: beta1 = 0",
 }
-ADAM_NETS = {"transformer": "transformer, text", "cnn_adamw": "CNN with BatchNorm"}
+ADAM_NETS = {"transformer": "transformer, text", "lstm_adamw": "LSTM, text", "cnn_adamw": "CNN with BatchNorm"}
 MUON = {
     "dense": "dense",
     "topk_kept": "top-k: momentum kept",
@@ -326,12 +328,12 @@ def against_beta1() -> dict[str, str]:
     frame = results.load("momentum-adam")
     frame["loss"] = frame.score.where(frame.unit != "%", -frame.score)
     texts = {}
-    for name in ("topk", "topk@values=qsgd4", "powersgd_r4"):
+    for name in ("topk", "topk@values=qsgd4", "powersgd_r4", "acpsgd_r4"):
         before = f"{name}{',' if '@' in name else '@'}beta1=0:plain"
         pairs = frame[frame.contender.isin([name, before])]
         for row in statistics.gaps(pairs, "loss", "contender", before, ["task", "seed"]).itertuples():
             if row.contender == name:
-                places = 3 if row.task == "transformer" else 1
+                places = 1 if row.task == "cnn_adamw" else 3
                 texts[f"{row.task} {name}"] = f"{signed(row.mean, places)} ({signed(row.high, places)})"
     return texts
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -319,7 +319,7 @@ def _try(plan: Plan, specs: tuple[TensorSpec, ...], grouping: Grouping | None) -
         shared = None
     else:
         shared = SharedOps()
-        _steps(plan, specs, grouping, cast(Ops, shared))
+        _steps(plan, specs, grouping, shared)
     if shared is None or shared.skipped:
         _steps(plan, specs, grouping, None)
 

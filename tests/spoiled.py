@@ -15,7 +15,7 @@ def spoil() -> None:
 
     def spoiled(self: Memory, slot: str, current: Any, dtype: str, ops: Any) -> Any:
         buffer = second_buffer(self, slot, current, dtype, ops)
-        ops.fill(buffer, float("nan") if dtype.startswith("float") else 77)
+        buffer[:] = float("nan") if dtype.startswith("float") else 77
         return buffer
 
     spoiled.spoils = True  # type: ignore[attr-defined]

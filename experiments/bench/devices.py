@@ -47,8 +47,8 @@ class Tensors(Cpu):
     def __init__(self, where: str):
         import torch
 
-        import hvdcompress.ops.torch as general
         from hvdcompress.ops import cuda
+        from hvdcompress.ops.torch import ops as general
 
         ops: Any = cuda if where == "cuda" else general
         self.ops, self.torch, self.where = ops, torch, where

@@ -46,9 +46,9 @@ class TorchFramework(Framework):
             return hvdcompress.ops.fast
         if like.is_cuda and not self.force_torch:
             return hvdcompress.ops.cuda
-        import hvdcompress.ops.torch as torch_ops
+        from hvdcompress.ops.torch import ops
 
-        return torch_ops
+        return ops
 
     def flat(self, gradient: torch.Tensor) -> Any:
         """Return a gradient as a flat numpy array or tensor [n]; a view if the gradient is contiguous."""

@@ -385,7 +385,7 @@ class Exchange:
             self._communication.close()
         for out in self.outs if fill else ():
             if out is not None:
-                self.setup.ops.fill(out, float("nan"))
+                out[:] = float("nan")
 
     # -- descriptions for messages --------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ class FusedCommunication:
         x = self.buffer(
             f"fused.{self._round}.roots", sum(collective.num_bytes for collective in collectives) // 4, "int32"
         )
-        self.ops.fill(x, 0)
+        x[:] = 0
         for collective, index in zip(
             collectives, cut(x, [collective.num_bytes // 4 for collective in collectives]), strict=True
         ):

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -133,7 +133,7 @@ class Late:
             table = momentum.shares(moment.decay, self._spread if self.method.sparse else 1.0)
             if index is not None and ages is not None:
                 ops = ops_of(gradient)
-                return ops.take_weighted(gradient, index, ops.asarray(table, gradient), ages), 1.0
+                return ops.take(gradient, index) * ops.take(ops.asarray(table, gradient), ages), 1.0
             share = float(table[1 if self.method.sparse else min(self.method.delay, MAX_WAIT)])
         return gradient if index is None else ops_of(gradient).take(gradient, index), share
 
@@ -142,9 +142,9 @@ def ops_of(array: Array) -> Ops:
     """Return the array ops for a NumPy array or a PyTorch tensor."""
     if isinstance(array, np.ndarray):
         return hvdcompress.ops.fast
-    import hvdcompress.ops.torch as torch_ops  # not without PyTorch
+    from hvdcompress.ops.torch import ops  # not without PyTorch
 
-    return cast(Ops, torch_ops)
+    return ops
 
 
 def _runs_of(index: NumpyArray) -> list[tuple[int, int]]:

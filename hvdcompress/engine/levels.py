@@ -290,7 +290,7 @@ class NodeExchange:
             self.inner.abandon()
         self.stage = Stage.CLOSED
         for out in self.outs if fill else ():
-            self.ops.fill(out, float("nan"))
+            out[:] = float("nan")
 
     # -- descriptions for messages --------------------------------------------------------------------------
 

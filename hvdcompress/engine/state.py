@@ -251,7 +251,7 @@ class RankState:
         before: Any = state.arrived
         if before is None:  # as if every element had been sent in the last step
             before = ops.zeros(bucket.spec.size, "int8", indices[0])
-            ops.fill(before, stamp_of(state.step))
+            before[:] = stamp_of(state.step)
         arrived: Any = self.memory_of(bucket.spec.name).second_buffer("arrived", before, "int8", ops)
         spans = bucket.spans if len(indices) > 1 else [(0, bucket.spec.size)]
         now = stamp_of(state.step + 1)

@@ -44,6 +44,7 @@ import numpy as np
 
 from hvdcompress.method import Array, Context, FeedbackName, Workspace, method
 from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import signs_of
 from hvdcompress.parts.sums import Codec, Quantizer, concatenate_into
 from hvdcompress.parts.wire import WireError
 
@@ -65,7 +66,7 @@ class TwoMeansCodec:
         signs = ops.pack_signs(x)
         if not n:
             return signs
-        positive = 0.5 * ops.unpack_signs(signs, _one(x, ops), n) + 0.5  # 1 where x ≥ 0, else 0
+        positive = 0.5 * ops.dense(signs_of(signs, _one(x, ops), n)) + 0.5  # 1 where x ≥ 0, else 0
         means = []
         for chosen in (positive, 1.0 - positive):
             share = ops.bucket_norms(chosen, n, "mean")  # [1]: of the values that are chosen
@@ -82,9 +83,9 @@ class TwoMeansCodec:
         if not count:
             return ops.zeros(0, "float32", like=buffer)
         plus = ops.zeros(1, "uint8", like=buffer)
-        # unpack_signs reads damaged means as finite numbers ≥ 0
-        a, b = (ops.unpack_signs(plus, ops.from_bytes(buffer[at : at + 4], "float32"), 1) for at in (0, 4))
-        return ops.unpack_signs(buffer[MEANS:], 0.5 * a + 0.5 * b, count) + (0.5 * a - 0.5 * b)
+        # damaged means are read as finite numbers ≥ 0
+        a, b = (ops.dense(signs_of(plus, ops.from_bytes(buffer[at : at + 4], "float32"), 1)) for at in (0, 4))
+        return ops.dense(signs_of(buffer[MEANS:], 0.5 * a + 0.5 * b, count)) + (0.5 * a - 0.5 * b)
 
 
 def _one(like: Array, ops: Ops) -> Array:

@@ -155,7 +155,7 @@ class RedSync(Method):
         if self.select == "trimmed":
             return {}
         slot = ops.zeros(1, "float32", like)
-        ops.fill(slot, float(threshold))
+        slot[:] = float(threshold)
         return {"threshold": slot}
 
     def choose(self, x: Array, reused: np.float32, ctx: Context, work: Workspace) -> tuple[Sparse, np.float32]:
@@ -244,6 +244,6 @@ def trimmed_top_k(elements: Elements, k: int) -> Sparse:
             near = elements.above(threshold, count)
             break
     else:  # fewer than k elements are above the mean: select from all
-        near = Sparse(ops.index_range(len(x), like=x), x)
+        near = Sparse(ops.top_k(x, len(x)), x)
     chosen, _ = ops.largest_of([near], [k], [0])
     return chosen

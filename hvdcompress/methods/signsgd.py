@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from hvdcompress.method import Array, Context, FeedbackName, Workspace, method
 from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Codes
+from hvdcompress.ops.vectors import Codes, signs_of
 from hvdcompress.parts import wire
 from hvdcompress.parts.sums import Codec, Quantizer, concatenate_into
 from hvdcompress.parts.wire import WireError
@@ -66,18 +66,12 @@ class SignCodec:
         return concatenate_into([ops.to_bytes(mean), ops.pack_signs(x)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
-        self._check(buffer, count)
-        return Codes(buffer[4:], ops.from_bytes(buffer[:4], "float32"), max(count, 1), 1, 0, count)
-
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        self._check(buffer, count)
-        if not count:
-            return ops.zeros(0, "float32", like=buffer)
-        return ops.unpack_signs(buffer[4:], ops.from_bytes(buffer[:4], "float32"), count)
-
-    def _check(self, buffer: Array, count: int) -> None:
         if len(buffer) != self.num_bytes(count):
             raise WireError(f"received {len(buffer)} bytes of signs, expected {self.num_bytes(count)}")
+        return signs_of(buffer[4:], ops.from_bytes(buffer[:4], "float32"), count)
+
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
+        return ops.dense(self.coded(buffer, count, ops))
 
 
 @method

@@ -3,11 +3,11 @@
 ``spec`` documents each op. There are four backends, and all of them produce the same payload bytes:
 
 - ``numpy`` is the reference.
-- ``numba`` compiles the ops for which a benchmark shows a gain, and uses ``numpy`` for the others. CPU drivers use it
-  under the name ``fast``.
+- ``numba`` compiles the ops for which a benchmark shows a gain, and inherits the others from ``numpy``. CPU drivers use
+  it under the name ``fast``.
 - ``torch`` works on tensors of any device.
-- ``triton`` has kernels for the ops that then need one pass over GPU memory instead of several, and uses ``torch`` for
-  the others. GPU tensors use it under the name ``cuda``.
+- ``triton`` has kernels for the ops that then need one pass over GPU memory instead of several, and inherits the others
+  from ``torch``. GPU tensors use it under the name ``cuda``.
 """
 
 import sys
@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING
 
 from hvdcompress.ops.spec import Ops
 
-if TYPE_CHECKING:  # every backend is an implementation of the spec
-    from hvdcompress.ops import numba, numpy, torch, triton
-
+if TYPE_CHECKING:
     fast: Ops
     cuda: Ops
-    _BACKENDS: tuple[Ops, Ops, Ops, Ops] = (numpy, numba, torch, triton)
 
 __all__ = ["cuda", "fast"]
 
@@ -37,8 +34,9 @@ def __getattr__(name: str) -> Ops:
     if best == "triton" and "tensorflow" in sys.modules and "triton" not in sys.modules:
         best = fallback  # both contain LLVM, and Triton's LLVM aborts the process if TensorFlow's is loaded
     try:
-        backend: Ops = import_module(f"{__name__}.{best}")
+        module = import_module(f"{__name__}.{best}")
     except ImportError:  # not installed, or not available for this Python version or processor
-        backend = import_module(f"{__name__}.{fallback}")
+        module = import_module(f"{__name__}.{fallback}")
+    backend: Ops = module.ops
     globals()[name] = backend
     return backend

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.ops.numpy.memory import ALIGNMENT, aligned
+from hvdcompress.ops.numpy import ALIGNMENT, aligned
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 MIN_BYTES = 1 << 17  #: the allocator of the C library reuses smaller arrays itself

@@ -7,32 +7,12 @@ have under the same name. Functions without it use operators and methods that th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from math import isfinite
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from hvdcompress.ops.scan import Found, Norm, Scan, Span, Velocity
-from hvdcompress.ops.vectors import (
-    Array,
-    Coded,
-    Codes,
-    Fields,
-    Flag,
-    Half,
-    Joined,
-    LevelCodes,
-    NumpyArray,
-    Outer,
-    Scalar,
-    Shares,
-    Sparse,
-    Spectra,
-    Sum,
-    dtype_name,
-    piece_of,
-)
+from hvdcompress.ops.vectors import Array, NumpyArray, Outer, Scalar
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: bits of the largest finite float32. The bits of non-negative floats are in their order.
 PIECE = 512  #: number of summands that are folded to one sum, before the sums of pieces are folded
@@ -43,77 +23,22 @@ NEGLIGIBLE = 1e-6  #: if orthogonalising leaves less than this share of a row, t
 
 
 def index_dtype(n: int) -> str:
-    """See :class:`~hvdcompress.ops.spec.Ops`."""
+    """Return the dtype of indices into n elements: "int32" for n < 2^31, otherwise "int64"."""
     return "int32" if n < 2**31 else "int64"
 
 
-def end_to_end(shares: Shares, concat: Callable[[list[Array]], Array]) -> Sparse:
-    """Concatenate the entries of several sparse vectors, in their order; ``concat`` concatenates arrays."""
-    return Sparse(concat([each.index for each in shares.each]), concat([each.values for each in shares.each]))
+def f32(number: Scalar) -> float:
+    """Round a number to float32."""
+    return float(np.float32(number))
 
 
-def write_pieces(
-    outs: Sequence[Array],
-    total: Array | Sparse | Shares | Coded,
-    factor: float,
-    write: Callable[[Array, Any, float], None],
-) -> None:
-    """Implement ``write_parts`` by one call of ``write`` per output, for vectors in host memory."""
-    for out, piece in zip(outs, _pieces(total, [len(out) for out in outs]), strict=True):
-        write(out, piece, factor)
-
-
-def accumulate_pieces(
-    accumulate: Callable[..., Found],
-    gradients: Sequence[Array],
-    residual: Array,
-    scales: Sequence[float],
-    out: Array,
-    spans: Sequence[Span],
-    scans: Sequence[Scan],
-    velocity: Velocity | None = None,
-) -> list[Found]:
-    """Implement ``accumulate_parts`` by one call of ``accumulate`` per gradient."""
-    found = []
-    for gradient, scale, (start, stop), scan in zip(gradients, scales, spans, scans, strict=True):
-        part = slice(start, stop)
-        velocity_part = None
-        if velocity is not None:
-            velocity_part = Velocity(velocity.old[part], velocity.new[part], velocity.momentum)
-        found.append(accumulate(gradient, residual[part], scale, out[part], scan, velocity_part))
-    return found
-
-
-def _pieces(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> Sequence[Any]:
-    """Return the consecutive pieces of a vector in host memory.
-
-    Args:
-        total: Dense, coded, or sparse with indices in several ascending runs.
-        sizes: Number of elements of each piece.
-    """
-    if isinstance(total, Shares):
-        return [Shares(list(each)) for each in zip(*(_pieces(share, sizes) for share in total.each), strict=True)]
-    stops = np.cumsum(sizes, dtype=np.int64)
-    starts = stops - sizes
-    if not isinstance(total, Sparse):
-        return [piece_of(total, *span) for span in zip(starts.tolist(), stops.tolist(), strict=True)]
-    cuts = cuts_of(total.index, [*starts, stops[-1]])
-    pieces = []
-    for number, start in enumerate(starts):
-        spans = [slice(cut[number], cut[number + 1]) for cut in cuts]
-        index = _joined([total.index[span] for span in spans]) - start.astype(total.index.dtype)
-        pieces.append(Sparse(index, _joined([total.values[span] for span in spans])))
-    return pieces
-
-
-def cuts_of(index: NumpyArray, bounds: Sequence[int]) -> list[NumpyArray]:
-    """Return, for each ascending run of indices, the positions at which ``bounds`` would be inserted."""
-    runs = np.concatenate([[0], np.flatnonzero(index[1:] < index[:-1]) + 1, [index.size]]).tolist()
-    return [begin + np.searchsorted(index[begin:end], bounds) for begin, end in itertools.pairwise(runs)]
-
-
-def _joined(arrays: list[NumpyArray]) -> NumpyArray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+@lru_cache
+def chunks_of(sizes: tuple[int, ...], chunk: int) -> tuple[NumpyArray, NumpyArray]:
+    """Return the index of each chunk's first element, and of the last element of its part, for parts of a vector."""
+    ends = list(itertools.accumulate(sizes))
+    firsts = [np.arange(end - size, end, chunk) for end, size in zip(ends, sizes, strict=True)]
+    lasts = [np.full(first.size, end - 1) for first, end in zip(firsts, ends, strict=True)]
+    return np.concatenate(firsts), np.concatenate(lasts)
 
 
 def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:
@@ -125,50 +50,6 @@ def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:
     return mean, (variance / max(n - 1, 1)) ** 0.5
 
 
-class Finders(NamedTuple):
-    """The ops of a backend that compute the results of a Scan, one op per result."""
-
-    all_finite: Callable[[Array], Flag]
-    moments: Callable[[Array], tuple[float, float]]
-    chunk_argmax: Callable[[Array, int], Array]
-    first_above: Callable[[Array, Scalar, int], Array]
-    pack_signs: Callable[[Array], Array]
-    bucket_norms: Callable[[Array, int, Norm], Array]
-    max_abs: Callable[[Array], float]
-    matmul_transposed: Callable[[Array, Array, int, int], Array]
-    to_fp16: Callable[[Array, float, float, Array], tuple[Array, Any]]
-
-
-def find(x: Array, scan: Scan, finders: Finders) -> Found:
-    """Compute what ``scan`` requests of ``x``, in one pass over ``x`` per result."""
-    return find_rest(x, finders.all_finite(x), scan, finders)
-
-
-def find_rest(x: Array, finite: Flag, scan: Scan, finders: Finders) -> Found:
-    """As :func:`find`, if ``finite`` is known. On a device it may be a tensor that the host does not wait for."""
-    moments = finders.moments(x) if scan.moments and finite is not False else None
-    if finite is False or (moments and not isfinite(moments[1])):
-        return Found(False)
-    found = Found(finite, moments)
-    if scan.chunk:
-        found = found._replace(offsets=finders.chunk_argmax(x, scan.chunk))
-    if scan.above is not None:
-        index = finders.first_above(x, scan.above, scan.capacity)
-        if len(index) < scan.capacity:
-            found = found._replace(above=Sparse(index, x[index]))
-    if scan.signs:
-        found = found._replace(signs=(finders.pack_signs(x), finders.bucket_norms(x, len(x), "mean")))
-    if scan.largest:
-        found = found._replace(largest=finders.max_abs(x))
-    if scan.product is not None:
-        a, rows, _ = scan.product
-        found = found._replace(product=finders.matmul_transposed(a, x, rows, len(x) * rows // len(a)))
-    if scan.halves is not None:
-        _, saturated = finders.to_fp16(x, *scan.halves)
-        found = found._replace(saturated=saturated)
-    return found
-
-
 # -- random numbers and levels --------------------------------------------------------------------------------------
 
 
@@ -177,12 +58,6 @@ def mix(x: NumpyArray) -> NumpyArray:
     x = (x ^ x >> np.uint32(16)) * np.uint32(MIX_FACTORS[0])
     x = (x ^ x >> np.uint32(13)) * np.uint32(MIX_FACTORS[1])
     return x ^ x >> np.uint32(16)
-
-
-def level_values(bits: int) -> NumpyArray:
-    """Return the value of each code of ``quantize`` divided by its norm [2^bits]: ±level/s. Both zeros are +0."""
-    level = np.arange(1 << (bits - 1), dtype=np.float32) / np.float32((1 << (bits - 1)) - 1)
-    return np.concatenate([level, np.float32(0) - level])
 
 
 def between(levels: NumpyArray) -> NumpyArray:
@@ -216,24 +91,6 @@ def half_bits(n: int) -> int:
 def round_keys(key: NumpyArray) -> NumpyArray:
     """Return one key per round [rounds] uint32 of the Feistel network that permutes indices."""
     return mix(key + np.arange(_ROUNDS, dtype=np.uint32))
-
-
-def drawn_indices(key: NumpyArray, k: int, n: int) -> NumpyArray:
-    """Implement ``distinct_indices`` in host memory."""
-    half = half_bits(n)
-    keys = round_keys(key)
-    mask = np.uint32((1 << half) - 1)
-
-    def permute(x: NumpyArray) -> NumpyArray:
-        left, right = (x >> half).astype(np.uint32), (x & int(mask)).astype(np.uint32)
-        for round_key in keys:
-            left, right = right, left ^ mix(right * np.uint32(0x9E3779B1) ^ round_key) & mask
-        return left.astype(np.int64) << half | right.astype(np.int64)
-
-    index = permute(np.arange(k, dtype=np.int64))
-    while (outside := index >= n).any():
-        index[outside] = permute(index[outside])
-    return np.sort(index.astype(index_dtype(n)))
 
 
 # -- range floats ---------------------------------------------------------------------------------------------------
@@ -333,75 +190,6 @@ def inverse_scale(length: int, block: int) -> float:
 
 
 # -- matrices -------------------------------------------------------------------------------------------------------
-
-
-def hadamard(x: Array, block: int) -> Array:
-    """See :class:`~hvdcompress.ops.spec.Ops`."""
-    x = x * float(np.float32(block**-0.5))
-    apart = 1
-    while apart < block:
-        pairs = x.reshape(-1, 2, apart)  # a view
-        sums = pairs[:, 0] + pairs[:, 1]
-        pairs[:, 1] = pairs[:, 0] - pairs[:, 1]
-        pairs[:, 0] = sums
-        apart *= 2
-    return x
-
-
-def matmul(a: Array, b: Array, rows: int, columns: int) -> Array:
-    """See :class:`~hvdcompress.ops.spec.Ops`."""
-    return (a.reshape(rows, -1) @ b.reshape(-1, columns)).ravel()
-
-
-def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
-    """See :class:`~hvdcompress.ops.spec.Ops`."""
-    return (a.reshape(rows, -1) @ b.reshape(columns, -1).T).ravel()
-
-
-# -- coded vectors ----------------------------------------------------------------------------------------------------
-
-
-class Decoders(NamedTuple):
-    """The ops of a backend that compute the elements of coded vectors."""
-
-    from_fp16: Callable[[Array, float], Array]
-    from_bf16: Callable[[Array], Array]
-    dequantize: Callable[[Array, Array, int, int, int], Array]
-    unpack_signs: Callable[[Array, Array, int], Array]
-    decode_levels: Callable[[Array, Array, int, NumpyArray, int, int], Array]
-    unpack_fields: Callable[[Array, int, int, int], Array]
-    inverse: Callable[[Spectra], Array]
-    scaled: Callable[[Array, float, float], Array]
-    add_all: Callable[[list[Array], bool], Array]
-    concat: Callable[[list[Array]], Array]
-
-
-def decoded(x: Array | Coded, ops: Decoders) -> Array:
-    """Implement ``dense``, in one pass over memory per op."""
-    if isinstance(x, Half):
-        if dtype_name(x.values) == "float16":
-            return ops.from_fp16(x.values, x.scale)
-        return ops.from_bf16(x.values) * float(np.float32(x.scale))
-    if isinstance(x, Codes) and x.bits == 1:
-        return ops.unpack_signs(x.codes, x.norms, x.start + x.size)[x.start :]
-    if isinstance(x, Codes):
-        return ops.dequantize(x.codes, x.norms, x.bucket, x.bits, x.start + x.size)[x.start :]
-    if isinstance(x, LevelCodes):
-        return ops.decode_levels(x.codes, x.norms, x.bucket, x.table, x.bits, x.start + x.size)[x.start :]
-    if isinstance(x, Fields):
-        return ops.unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
-    if isinstance(x, Sum):
-        first, *others = x.shares
-        # An array must not be changed, nor a Joined, which may be one
-        total, is_new = decoded(first, ops), isinstance(first, Coded) and not isinstance(first, Joined)
-        for share in others:
-            total, is_new = ops.add_all([total, decoded(share, ops)], is_new), True
-        return total if is_new else ops.add_all([total], False)
-    if isinstance(x, Joined):
-        return ops.concat([decoded(part, ops) for part in x.parts])
-    if isinstance(x, Outer):
-        return outer_sum(x)
-    return ops.scaled(ops.inverse(x), x.after, x.limit) if isinstance(x, Spectra) else x
 
 
 def outer_sum(matrix: Outer) -> Array:

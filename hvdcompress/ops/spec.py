@@ -1,8 +1,8 @@
-"""Specification of the array ops: the documentation of each op, for all backends.
+"""Specification of the array ops: the base class of all backends, with the documentation of each op.
 
 Methods call the ops of :class:`Ops`. Every backend (``ops/numpy``, ``ops/numba``, ``ops/torch``, ``ops/triton``) is a
-module that has exactly these functions. ``ops/numpy`` is the reference. The other backends return the same bytes; an
-op marked "to rounding" may differ in the last bits.
+subclass. ``ops/numpy`` is the reference. The other backends return the same bytes; an op marked "to rounding" may
+differ in the last bits.
 
 Conventions:
 
@@ -15,56 +15,109 @@ Conventions:
 
 from __future__ import annotations
 
+import itertools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from hvdcompress.ops.scan import NOTHING, Found, Norm, Scan, Span, Velocity
+from hvdcompress.ops.shared import (
+    FP32_MAX_BITS,
+    PIECE,
+    between,
+    bins,
+    centred,
+    chunks_of,
+    combined,
+    f32,
+    forward_scale,
+    half_bits,
+    index_dtype,
+    inverse_scale,
+    mix,
+    moments_of,
+    outer_sum,
+    range_bits_of,
+    range_codes_of,
+    range_errors,
+    range_space,
+    range_span,
+    round_keys,
+)
 from hvdcompress.ops.vectors import (
     FP16_MAX,
     FP32_MAX,
     Array,
     Coded,
+    Codes,
+    Fields,
     Flag,
+    Half,
+    Joined,
     NumpyArray,
+    Outer,
     Scalar,
     Shares,
     Sparse,
+    Spectra,
+    Sum,
+    dtype_name,
 )
 
 
-class Ops(Protocol):
-    """The array ops. A backend is a module with these functions."""
+class Ops(ABC):
+    """The array ops. Each backend is a subclass.
+
+    An op has code here if it can be written in functions that numpy and torch have under the same name.
+
+    Attributes:
+        xp: The array library: the module ``numpy`` or ``torch``.
+    """
+
+    xp: Any
+
+    @property
+    @abstractmethod
+    def fft(self) -> Any:
+        """The library's Fourier transforms: the module ``scipy.fft`` or ``torch.fft``."""
 
     # -- memory: create, view and rearrange arrays ------------------------------------------------------------------
 
+    @abstractmethod
     def zeros(self, size: int, dtype: str, like: Array) -> Array:
         """Return [size] zeros of ``dtype`` on the device of ``like``."""
 
+    @abstractmethod
     def asarray(self, values: NumpyArray, like: Array) -> Array:
         """Move a numpy array to the device of ``like``. The result may share memory with ``values``."""
 
     def concat(self, arrays: list[Array], out: Array | None = None) -> Array:
         """Concatenate arrays, into ``out`` if given. A list of one array without ``out`` returns it, not a copy."""
+        return arrays[0] if len(arrays) == 1 and out is None else self.xp.concatenate(arrays, out=out)
 
+    @abstractmethod
     def to_bytes(self, x: Array) -> Array:
         """Return the bytes of ``x`` as uint8, little-endian; may be a view."""
 
+    @abstractmethod
     def from_bytes(self, buffer: Array, dtype: str) -> Array:
         """Interpret bytes as ``dtype``; a view if the bytes are aligned, otherwise a copy.
 
         Args:
             buffer: uint8; its length is a multiple of the item size of ``dtype``.
-            dtype: numpy's name of the dtype. "uint16" may return any 16-bit integer type, as :meth:`to_bf16` does.
+            dtype: numpy's name of the dtype.
         """
 
     def head_bytes(self, buffer: Array, num_bytes: int) -> bytes:
         """Copy the first ``num_bytes`` bytes of ``buffer`` (uint8) to the host. Meant for payload headers."""
-
-    def fill(self, out: Array, value: float) -> None:
-        """Set every element of ``out`` to ``value``, in place."""
+        return bytes(buffer[:num_bytes].tolist())
 
     def take(self, x: Array, index: Array) -> Array:
         """Return x[index] [k]. ``index`` [k] is int32 or int64, each index in [0, n)."""
+        return x[self._cast(index, "int64")]
 
     def stamp(self, stamps: Array, now: int, index: Array, out: Array) -> Array:
         """Return the ages of the elements at ``index``, and mark these elements as updated now.
@@ -80,16 +133,9 @@ class Ops(Protocol):
         Returns:
             The ages before the update [k] int8.
         """
-
-    def take_weighted(self, x: Array, index: Array, weights: Array, which: Array) -> Array:
-        """Return x[index]·weights[which] [k].
-
-        Args:
-            x: [n] float32.
-            index: [k], as for :meth:`take`.
-            weights: [128] float32.
-            which: [k] int8, not negative.
-        """
+        out[...] = stamps
+        out[index] = now
+        return now - stamps[index]
 
     def add_once(self, x: Array, index: Array, values: Array, factor: float) -> None:
         """Set x[i] = x[i] + factor·v for each entry (i, v), in place.
@@ -100,7 +146,9 @@ class Ops(Protocol):
             values: [k].
             factor: Rounded to float32 first.
         """
+        x[index] = x[index] + values * f32(factor)
 
+    @abstractmethod
     def sort(self, x: Array) -> Array:
         """Return the elements of ``x`` in ascending order."""
 
@@ -109,12 +157,7 @@ class Ops(Protocol):
 
         Both are int32 or int64.
         """
-
-    def index_dtype(self, n: int) -> str:
-        """Return the dtype of indices into n elements: "int32" for n < 2^31, otherwise "int64"."""
-
-    def index_range(self, n: int, like: Array) -> Array:
-        """Return 0, 1, …, n−1 in the dtype of :meth:`index_dtype`, on the device of ``like``."""
+        return self.xp.searchsorted(self._cast(ascending, "int64"), self._cast(x, "int64"))
 
     # -- arithmetic: add, subtract and write dense and sparse vectors -----------------------------------------------
 
@@ -144,6 +187,17 @@ class Ops(Protocol):
         Returns:
             The statistics. If ``out`` contains NaN or Inf, only ``finite`` is defined.
         """
+        with np.errstate(over="ignore", invalid="ignore"):  # Found.finite reports NaN and Inf
+            if velocity is not None:
+                self.xp.multiply(velocity.old, f32(velocity.momentum), out=velocity.new)
+                velocity.new[...] += gradient if scale == 1.0 else gradient * f32(scale)
+                return self.accumulate(velocity.new, residual, 1.0, out, scan)
+            if scale == 1.0:
+                self.xp.add(gradient, residual, out=out)
+            else:  # two steps, because one call may fuse them and round once
+                self.xp.multiply(gradient, f32(scale), out=out)
+                out += residual
+        return self.inspect(out, scan)
 
     def accumulate_parts(
         self,
@@ -169,9 +223,18 @@ class Ops(Protocol):
         Returns:
             The statistics of each part, in the order of the gradients.
         """
+        found = []
+        for gradient, scale, (start, stop), scan in zip(gradients, scales, spans, scans, strict=True):
+            part = slice(start, stop)
+            velocity_part = None
+            if velocity is not None:
+                velocity_part = Velocity(velocity.old[part], velocity.new[part], velocity.momentum)
+            found.append(self.accumulate(gradient, residual[part], scale, out[part], scan, velocity_part))
+        return found
 
     def inspect(self, x: Array, scan: Scan) -> Found:
         """Compute what ``scan`` requests of ``x``, as :meth:`accumulate` does of its output."""
+        return self._results(x, self.all_finite(x), scan)
 
     def keep_if(self, finite: Flag, x: Array, other: Array | None = None) -> None:
         """Keep x if ``finite``; otherwise set x = other in place, or x = 0 without ``other``.
@@ -183,9 +246,13 @@ class Ops(Protocol):
             x: [n].
             other: [n].
         """
+        if not finite:
+            x[...] = 0 if other is None else other
 
     def blend(self, x: Array, residual: Array, beta: float) -> None:
         """Set x = beta·x + (1−beta)·residual, in place."""
+        x *= f32(beta)
+        x += residual * f32(1.0 - beta)
 
     def subtract(self, x: Array, own: Array | Sparse | Coded, factor: float) -> None:
         """Set x = x − factor·own, in place.
@@ -196,9 +263,16 @@ class Ops(Protocol):
                 are allowed. Check indices from the network with :meth:`all_below` first.
             factor: Rounded to float32 first.
         """
+        own = self.dense(own) if isinstance(own, Coded) else own
+        if isinstance(own, Sparse):
+            self._add_sparse(x, own.index, own.values * -f32(factor))
+        else:
+            x -= own if factor == 1.0 else own * f32(factor)
 
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
         """Set x = 0, in place, wherever ``own`` (dense [n] or sparse) is not 0."""
+        chosen = own.index[own.values != 0] if isinstance(own, Sparse) else own != 0
+        x[chosen] = 0
 
     def write(self, out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
         """Set out = factor·total, in place and in the dtype of ``out``.
@@ -209,9 +283,33 @@ class Ops(Protocol):
                 their order, so that all ranks and all devices get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
         """
+        if isinstance(total, Shares):
+            index, values = zip(*total.each, strict=True)
+            total = Sparse(self.concat([*index]), self.concat([*values]))
+        total = self.dense(total) if isinstance(total, Coded) else total
+        if isinstance(total, Sparse):
+            out[...] = 0
+            self._add_in_order(out, total.index, self._cast(total.values * f32(factor), dtype_name(out)))
+        elif factor == 1.0:
+            out[...] = total
+        else:
+            self.xp.multiply(total, factor if dtype_name(total) == "float64" else f32(factor), out=out)
 
     def dense(self, x: Array | Coded) -> Array:
         """Decode a coded vector to float32 [n]; return an array unchanged."""
+        if isinstance(x, Half):
+            return self._halves(x)
+        if isinstance(x, Codes):
+            return self._look_up(x)
+        if isinstance(x, Fields):
+            return self._separate(x)
+        if isinstance(x, Sum):
+            return self.add_all([self.dense(share) for share in x.shares])
+        if isinstance(x, Joined):
+            return self.concat([self.dense(part) for part in x.parts])
+        if isinstance(x, Outer):
+            return outer_sum(x)
+        return self.scaled(self._inverse(x), x.after, x.limit) if isinstance(x, Spectra) else x
 
     def write_parts(self, outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
         """Call :meth:`write` for an output that consists of several arrays.
@@ -222,6 +320,12 @@ class Ops(Protocol):
                 with indices in several ascending runs.
             factor: Rounded to float32 first, unless ``total`` is float64.
         """
+        whole = self.zeros(sum(map(len, outs)), dtype_name(outs[0]), like=outs[0])
+        self.write(whole, total, factor)
+        start = 0
+        for out in outs:
+            out[...] = whole[start : start + len(out)]
+            start += len(out)
 
     def add_all(self, arrays: list[Array], into_first: bool = False) -> Array:
         """Return the sum of arrays of one length and dtype, added in their order and rounded after each addition.
@@ -230,6 +334,10 @@ class Ops(Protocol):
             arrays: At least one array.
             into_first: Whether to write the sum over the first array.
         """
+        total = arrays[0] if into_first else arrays[0] * 1  # a copy, in every library
+        for array in arrays[1:]:
+            total += array
+        return total
 
     def merge(self, a: Sparse, b: Sparse, n: int) -> Sparse:
         """Return the sum of two sparse vectors.
@@ -243,9 +351,16 @@ class Ops(Protocol):
             Distinct ascending indices and their values [m] float32. Each value is the sum of at most two numbers, which
             does not depend on their order, so every device returns the same bits.
         """
+        index, place = self.xp.unique(self.concat([a.index, b.index]), return_inverse=True)
+        values = self.zeros(len(index), "float32", like=index)
+        values[place[: len(a.index)]] += a.values  # the indices of each vector are distinct
+        values[place[len(a.index) :]] += b.values
+        return Sparse(self._cast(index, index_dtype(n)), values)
 
     def scaled(self, x: Array, factor: float, limit: float = FP32_MAX) -> Array:
         """Return factor·x, clipped to ±limit."""
+        with np.errstate(over="ignore"):  # Inf is clipped
+            return (x * f32(factor)).clip(-f32(limit), f32(limit))
 
     # -- statistics: means, norms and other numbers about an array ---------------------------------------------------
 
@@ -255,12 +370,18 @@ class Ops(Protocol):
         Backends agree to about 1e-14 of the root mean square. The standard deviation is exactly 0 if all elements are
         equal, and for one element or none.
         """
+        wide = self._cast(x, "float64")
+        total, squares = self.xp.stack([wide.sum(), (wide * wide).sum()]).tolist()
+        return moments_of(total, squares, len(x))
 
     def max_abs(self, x: Array) -> float:
         """Return the largest |x|, or 0 for an empty array."""
+        return float(abs(x).max()) if len(x) else 0.0
 
     def l2_norm(self, x: Array) -> float:
         """Return the Euclidean norm of ``x``, to rounding. The float64 squares neither over- nor underflow."""
+        wide = self._cast(x, "float64")
+        return math.sqrt((wide * wide).sum())
 
     def bucket_norms(self, x: Array, bucket: int, norm: Norm) -> Array:
         """Return the norm of each bucket of ``bucket`` consecutive elements; the last bucket may be shorter.
@@ -278,17 +399,36 @@ class Ops(Protocol):
             The norms [⌈n/bucket⌉]. No |x| exceeds the "max" or "l2" norm of its bucket. An "l2" norm beyond float32
             becomes the largest finite float32.
         """
+        bucket = max(1, min(bucket, len(x)))
+        rows = abs(self._rows(x, bucket))
+        if norm == "max":
+            return self.xp.amax(rows, 1)
+        rows = self._cast(rows, "float64")
+        if norm == "mean":
+            starts = self.xp.arange(0, len(x), bucket, device=x.device)
+            return self._cast(self._folded(rows) / (len(x) - starts).clip(max=bucket), "float32")
+        # a sum is at least its largest term, and every step rounds to nearest, so no |x| exceeds the norm
+        return self._cast((self._folded(rows * rows) ** 0.5).clip(max=FP32_MAX), "float32")
 
+    @abstractmethod
     def all_finite(self, x: Array) -> Flag:
         """Return whether ``x`` (float32 or float64) contains neither NaN nor Inf."""
 
     def all_below(self, index: Array, n: int) -> bool:
         """Return whether every index is in [0, n)."""
+        return bool(((index >= 0) & (index < n)).all())
 
     # -- selection: select elements by magnitude -----------------------------------------------------------------
 
     def top_k(self, x: Array, k: int) -> Array:
         """Return the indices of the k largest |x|, ascending [min(k, n)]; among equal magnitudes, the lowest."""
+        if not 0 < k < len(x):
+            return self.xp.arange(min(k, len(x)), dtype=getattr(self.xp, index_dtype(len(x))), device=x.device)
+        magnitude = abs(x)
+        threshold = self._kth(magnitude, k)
+        above = self._where(magnitude > threshold)
+        ties = self._where(magnitude == threshold)[: k - len(above)]
+        return self.sort(self.concat([above, ties]))
 
     def top_k_parts(self, x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
         """Return the indices of the largest |x| in each part of a vector, ascending, as :meth:`top_k` does.
@@ -298,18 +438,26 @@ class Ops(Protocol):
             counts: k of each part. A part with fewer elements returns all of them.
             sizes: Number of elements of each part.
         """
+        starts = itertools.accumulate(sizes, initial=0)
+        given = zip(counts, sizes, starts, strict=False)
+        chosen = [self.top_k(x[start : start + size], k) + start for k, size, start in given]
+        return self._cast(self.concat(chosen), index_dtype(len(x)))
 
     def kth_magnitude(self, x: Array, k: int) -> float:
         """Return the k-th largest |x|, for 1 ≤ k ≤ n, or 0 for an empty array."""
+        return float(self._kth(abs(x), k)) if len(x) else 0.0
 
     def count_above(self, x: Array, threshold: Scalar) -> int:
         """Return the number of elements with |x| > threshold. The threshold is rounded to float32 first."""
+        return int((abs(x) > f32(threshold)).sum())
 
     def first_above(self, x: Array, threshold: Scalar, capacity: int) -> Array:
         """Return the first ``capacity`` indices with |x| > threshold, ascending."""
+        return self._where(abs(x) > f32(threshold))[:capacity]
 
     def first_equal(self, x: Array, threshold: Scalar, capacity: int) -> Array:
         """Return the first ``capacity`` indices with |x| = threshold, ascending."""
+        return self._where(abs(x) == f32(threshold))[:capacity]
 
     def largest_of(
         self, candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]
@@ -325,6 +473,13 @@ class Ops(Protocol):
             The selected entries of all parts, one part after another, by their indices in the vector [Σ counts]; and
             for each part the smallest selected magnitude, 0 if none was selected.
         """
+        index, values, least = [], [], []
+        for candidate, k, start in zip(candidates, counts, starts, strict=True):
+            chosen = self.top_k(candidate.values, k)
+            index.append(candidate.index[chosen] + start)
+            values.append(candidate.values[chosen])
+            least.append(abs(values[-1]).min() if k else self.zeros(1, "float32", like=values[-1])[0])
+        return Sparse(self.concat(index), self.concat(values)), self.xp.stack(least)
 
     def chunk_argmax(self, x: Array, chunk: int) -> Array:
         """Return the offset of the largest |x| in each chunk of ``chunk`` consecutive elements.
@@ -333,6 +488,9 @@ class Ops(Protocol):
             Offsets from each chunk's first element [⌈n/chunk⌉] int32; among equal magnitudes, the lowest offset. The
             last chunk may be shorter.
         """
+        whole = len(x) // chunk * chunk
+        parts = [x[:whole].reshape(-1, chunk), x[whole:].reshape(1, -1)]
+        return self._cast(self.concat([abs(part).argmax(1) for part in parts if len(part.ravel())] or [x]), "int32")
 
     def chunk_positions(self, offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
         """Convert offsets within chunks, as :meth:`chunk_argmax` returns them, to indices.
@@ -346,6 +504,8 @@ class Ops(Protocol):
             Indices in the whole vector [k]. An index beyond the end of its part, which only a damaged payload has,
             becomes the part's last index.
         """
+        first, last = (self.asarray(each, like=offset) for each in chunks_of(tuple(sizes), chunk))
+        return self._cast(self.xp.minimum(first + offset, last), index_dtype(sum(sizes)))
 
     # -- floats: 16-bit floats and range floats ------------------------------------------------------------------
 
@@ -362,9 +522,11 @@ class Ops(Protocol):
             [n] float16, rounded to nearest even; and the number of clipped elements, which is a tensor [1] if ``x`` is
             on a device, so that the host need not wait.
         """
-
-    def from_fp16(self, x: Array, scale: float) -> Array:
-        """Return scale·x as float32. ±Inf, the result of a float16 sum that overflowed, reads as ±65504."""
+        scaled = x * f32(scale)
+        half = self._cast(scaled.clip(-f32(limit), f32(limit)), "float16")
+        if out is not None:
+            out[...] = half
+        return half if out is None else out, (abs(scaled) > f32(limit)).sum()
 
     def to_bf16(self, x: Array, out: Array | None = None) -> Array:
         """Convert float32 to bfloat16, rounded to nearest even.
@@ -374,15 +536,23 @@ class Ops(Protocol):
             out: [2n] uint8 that receives the result; by default a new array.
 
         Returns:
-            The 16 bits of each number [n] as uint16 (int16 in torch, which has little support for uint16). Finite
-            numbers stay finite: a number that would round to infinity becomes the largest bfloat16.
+            The 16 bits of each number [n] as int16. Finite numbers stay finite: a number that would round to infinity
+            becomes the largest bfloat16.
         """
-
-    def from_bf16(self, bits: Array) -> Array:
-        """Convert the bits of bfloat16 to float32, exactly."""
+        bits = x.view(self.xp.int32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # a signed shift: fits int16
+        largest = ((bits >> 31) & -0x8000) | 0x7F7F
+        half = self._cast(self.xp.where((rounded & 0x7FFF) >= 0x7F80, largest, rounded), "int16")
+        if out is None:
+            return half
+        out[...] = self.to_bytes(half)
+        return out
 
     def float_bounds(self, x: Array) -> Array:
         """Return max(x) and max(−x) [2] float32, each at least 0."""
+        if not len(x):
+            return self.zeros(2, "float32", like=x)
+        return self.xp.stack([x.max(), -x.min()]).clip(0) + 0.0  # -0 becomes 0
 
     def range_mantissa(self, x: Array, bounds: Array, bits: int) -> Array:
         """Choose the number of mantissa bits of range floats that minimises the expected squared error.
@@ -398,6 +568,10 @@ class Ops(Protocol):
         Returns:
             [1] uint8, from max(1, bits − 8) to bits − 1, at most 22. If errors are equal, the smallest number.
         """
+        xp = self.xp
+        tried = xp.arange(*range_span(bits), dtype=xp.int32, device=x.device)
+        errors = range_errors(x.view(xp.int32), self._edges(bounds), bits, 23 - tried[:, None], xp)
+        return self._cast(tried[errors.argmin()].reshape(1), "uint8")
 
     def range_codes(self, x: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
         """Encode ``x`` as range floats: codes of the bins of constant relative width that cover the data's range.
@@ -415,6 +589,9 @@ class Ops(Protocol):
         Returns:
             Codes [n] int32, below 2^bits.
         """
+        shift = self._shift(mantissa)
+        space = range_space(self._edges(bounds), bits, shift, self.xp)
+        return range_codes_of(x.view(self.xp.int32), space, shift, self.xp)
 
     def range_values(self, codes: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
         """Decode :meth:`range_codes`: return the middle of each code's bin, clipped to the bounds [n] float32.
@@ -422,6 +599,10 @@ class Ops(Protocol):
         A damaged payload decodes to finite numbers too: undefined codes are read as the last code, bounds that are
         negative, NaN or Inf as finite bounds, and ``mantissa`` in an array is clipped to 1 … 22.
         """
+        shift = self._shift(mantissa)
+        edges = self._edges(bounds)
+        space = range_space(edges, bits, shift, self.xp)
+        return range_bits_of(self._cast(codes, "int32"), edges, space, shift, self.xp).view(self.xp.float32)
 
     # -- bits: integers of a few bits, and bitmaps ----------------------------------------------------------------
 
@@ -435,9 +616,16 @@ class Ops(Protocol):
         Returns:
             [⌈n·width/8⌉] uint8.
         """
+        values = self._cast(values, "uint8" if width <= 8 else "int64")
+        bits = (values[:, None] >> self._shifts(width, values)) & 1
+        eight = self._rows(self._cast(bits, "uint8").reshape(-1), 8)
+        return (eight << self._shifts(8, eight)).sum(1, dtype=self.xp.uint8)
 
     def unpack_bits(self, buffer: Array, width: int, count: int) -> Array:
         """Undo :meth:`pack_bits` [count] int64. A buffer that is too short is read as if zeros followed."""
+        bits = self._bits(buffer, count * width).reshape(count, width)
+        bits = bits if width <= 8 else self._cast(bits, "int64")
+        return self._cast((bits << self._shifts(width, bits)).sum(1, dtype=bits.dtype), "int64")
 
     def set_bits(self, positions: Array, num_bits: int) -> Array:
         """Return a bitmap in which the bits at the given positions are set.
@@ -449,12 +637,16 @@ class Ops(Protocol):
         Returns:
             [⌈num_bits/8⌉] uint8, lowest bit first.
         """
+        bits = self.zeros(num_bits, "uint8", like=positions)
+        bits[positions] = 1
+        return self.pack_bits(bits, 1)
 
     def find_bits(self, buffer: Array, num_bits: int) -> Array:
         """Return the positions of the set bits among the first ``num_bits`` bits, ascending int64.
 
         A buffer that is too short is read as if zeros followed.
         """
+        return self.xp.argwhere(self._bits(buffer, num_bits)).reshape(-1)
 
     def elias_fano(self, index: Array, low: int, num_bits: int) -> tuple[Array, Array]:
         """Code ascending indices: their low bits in binary, their high bits in unary (Elias 1974; Fano 1971).
@@ -468,6 +660,9 @@ class Ops(Protocol):
             The low bits, packed by :meth:`pack_bits` [⌈k·low/8⌉] uint8; and a bitmap in which the bits
             (index[i] >> low) + i are set [⌈num_bits/8⌉] uint8.
         """
+        index = self._cast(index, "int64")
+        place = self.xp.arange(len(index), device=index.device)
+        return self.pack_bits(index & ((1 << low) - 1), low), self.set_bits((index >> low) + place, num_bits)
 
     def from_elias_fano(self, lows: Array, highs: Array, low: int, num_bits: int) -> Array:
         """Undo :meth:`elias_fano`.
@@ -476,9 +671,13 @@ class Ops(Protocol):
             Ascending indices int64, one for each set bit among the first ``num_bits`` bits of ``highs``. Buffers that
             are too short are read as if zeros followed.
         """
+        positions = self.find_bits(highs, num_bits)
+        place = self.xp.arange(len(positions), device=positions.device)
+        return ((positions - place) << low) + self.unpack_bits(lows, low, len(positions))
 
     # -- codes: rounding to levels, signs, and packed fields that can be added ---------------------------------------
 
+    @abstractmethod
     def uniform(self, key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
         """Return uniform random numbers: ``count`` numbers of the stream of ``key``, from index ``start`` on.
 
@@ -508,6 +707,20 @@ class Ops(Protocol):
         Returns:
             Indices [k], ascending, on the host.
         """
+        half = half_bits(n)
+        keys = round_keys(key)
+        mask = np.uint32((1 << half) - 1)
+
+        def permute(x: NumpyArray) -> NumpyArray:
+            left, right = (x >> half).astype(np.uint32), (x & int(mask)).astype(np.uint32)
+            for round_key in keys:
+                left, right = right, left ^ mix(right * np.uint32(0x9E3779B1) ^ round_key) & mask
+            return left.astype(np.int64) << half | right.astype(np.int64)
+
+        index = permute(np.arange(k, dtype=np.int64))
+        while (outside := index >= n).any():
+            index[outside] = permute(index[outside])
+        return np.sort(index.astype(index_dtype(n)))
 
     def quantize(
         self, x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None
@@ -530,17 +743,16 @@ class Ops(Protocol):
             [⌈n·bits/8⌉] uint8, lowest bit first.
 
         Raises:
-            IndexError: There are fewer norms than buckets (RuntimeError in torch).
+            IndexError: There are fewer norms than buckets.
         """
-
-    def quantize_max(
-        self, x: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None
-    ) -> tuple[Array, Array]:
-        """Call :meth:`quantize` with the "max" :meth:`bucket_norms` of ``x``, in one pass over memory where possible.
-
-        Returns:
-            The norms [⌈n/bucket⌉], and the codes.
-        """
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf: the step will be discarded
+            share = abs(self._in_norms(x, norms, bucket))
+        share = self.xp.where(share < 1, share, 1.0) * ((1 << (bits - 1)) - 1)
+        level = self.xp.floor(share)
+        # share − level is exact, so a number that is equal to a level is not rounded
+        level = level + (self.uniform(key, len(x), x) < share - level)
+        codes = self._cast(level, "uint8") | (self._cast(self.xp.signbit(x), "uint8") << (bits - 1))
+        return self._stored(self.pack_bits(codes, bits), out)
 
     def quantize_fields(
         self, x: Array, limit: float, norm: Array, width: int, key: NumpyArray, out: Array | None = None
@@ -551,30 +763,18 @@ class Ops(Protocol):
             x: [n]; it is clipped to ±limit first.
             limit: Rounded to float32 first.
             norm: [1]; a norm of 0 or less is read as 1.
-            width: Bits per field, as for :meth:`pack_fields`.
+            width: Bits per field, 2 to 32. All sums of fields must stay within ±(2^width − 1)/2.
             key: [1] uint32, on the host, as for :meth:`uniform`.
             out: int32 array that receives the result; by default a new array.
 
         Returns:
-            The words that :meth:`pack_fields` returns for the integers.
+            Words [⌈n/p⌉] int32 with p = ⌊32/width⌋ integers v_j each: Σ v_j·2^(width·j). Adding words adds the
+            integers.
         """
-
-    def dequantize(self, buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
-        """Undo :meth:`quantize`: return ±norm·level/s [count]. Zeros are +0.
-
-        Norms that are negative, NaN or Inf are read as finite numbers, so that a damaged payload decodes to finite
-        numbers.
-
-        Args:
-            buffer: Codes from :meth:`quantize`.
-            norms: The norm of each bucket [⌈count/bucket⌉] or more.
-            bucket: Number of elements that share a norm.
-            bits: Bits per code.
-            count: Number of elements.
-
-        Raises:
-            IndexError: There are fewer norms than buckets (RuntimeError in torch).
-        """
+        share = abs(x).clip(max=f32(limit)) / self.xp.where(norm > 0, norm, 1.0)
+        fields = self._cast((self.uniform(key, len(x), x) < share) * self.xp.sign(x), "int32")
+        shift = self.xp.arange(0, 32 // width * width, width, dtype=self.xp.int32, device=x.device)
+        return self._stored((self._rows(fields, len(shift)) << shift).sum(1, dtype=self.xp.int32), out)
 
     def encode_levels(
         self, x: Array, norms: Array, bucket: int, levels: NumpyArray, bits: int,
@@ -592,75 +792,53 @@ class Ops(Protocol):
                 if number i < (x/norm − lower)/(upper − lower), else the lower one. Beyond the table: its end.
             out: [⌈n·bits/8⌉] uint8 that receives the result; by default a new array.
         """
-
-    def decode_levels(
-        self, buffer: Array, norms: Array, bucket: int, levels: NumpyArray, bits: int, count: int
-    ) -> Array:
-        """Undo :meth:`encode_levels` [count]: level·norm. Damaged norms are read as by :meth:`dequantize`."""
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf: the step will be discarded
+            share = self._in_norms(x, norms, bucket)
+            if key is None:
+                codes = self.xp.searchsorted(self.asarray(between(levels), like=x), share)
+            else:
+                table = self.asarray(levels, like=x)
+                low = (self.xp.searchsorted(table, share, side="right") - 1).clip(0, len(levels) - 2)
+                codes = low + (self.uniform(key, len(x), x) < (share - table[low]) / (table[low + 1] - table[low]))
+        return self._stored(self.pack_bits(codes, bits), out)
 
     def pack_signs(self, x: Array) -> Array:
         """Return one bit per element, set if x < 0 [⌈n/8⌉] uint8, lowest bit first."""
-
-    def unpack_signs(self, buffer: Array, scale: Array, count: int) -> Array:
-        """Undo :meth:`pack_signs`: return −scale where the bit is set and +scale elsewhere [count].
-
-        ``scale`` is [1] float32; a scale that is negative, NaN or Inf is read as a finite number.
-        """
-
-    def pack_fields(self, values: Array, width: int) -> Array:
-        """Pack integers into words such that adding words adds the integers.
-
-        Args:
-            values: [n] float32, integers. All sums must stay within ±(2^width − 1)/2.
-            width: Bits per field, 2 to 32.
-
-        Returns:
-            [⌈n/p⌉] int32 with p = ⌊32/width⌋ integers v_j per word: Σ v_j·2^(width·j). No word overflows.
-        """
-
-    def unpack_fields(self, words: Array, width: int, count: int, bound: int) -> Array:
-        """Undo :meth:`pack_fields` for integers, or sums of integers, within ±bound [count] float32."""
+        return self.pack_bits(x < 0, 1)
 
     # -- spectra: blockwise Fourier transforms --------------------------------------------------------------------
 
-    def rfft(self, x: Array, block: int) -> Array:
-        """Return the spectra of consecutive blocks of ``x``, concatenated, to rounding.
-
-        Args:
-            x: [n].
-            block: Block length; the last block may be shorter.
-
-        Returns:
-            [2·bins] float32, real and imaginary parts alternating; a block of L elements has ⌊L/2⌋ + 1 bins. Each
-            spectrum is divided by √(L·block). With this scale, magnitudes of bins from blocks of different lengths
-            are comparable, and no number exceeds max|x|, so that nothing overflows.
-        """
-
-    def irfft(self, spectrum: Array, n: int, block: int) -> Array:
-        """Undo :meth:`rfft` [n] float32, to rounding. No |result| exceeds the sum of its block's |spectrum|."""
-
-    def magnitudes(self, pairs: Array) -> Array:
-        """Return the magnitudes [m] of complex numbers, given as alternating real and imaginary parts [2m].
-
-        Squares are float64 and neither over- nor underflow.
-        """
-
     def largest_frequencies(self, x: Array, block: int, k: int) -> Sparse:
-        """Return the k frequencies of :meth:`rfft` with the largest :meth:`magnitudes`, to rounding.
+        """Return the k frequencies of largest magnitude in the spectra of consecutive blocks of ``x``, to rounding.
+
+        Each spectrum is divided by √(L·block), where L is the number of elements of its block. With this scale,
+        magnitudes of bins from blocks of different lengths are comparable, and no number exceeds max|x|, so that
+        nothing overflows.
 
         Args:
             x: [n], finite.
-            block: Block length.
+            block: Block length; the last block may be shorter. A block of L elements has ⌊L/2⌋ + 1 bins.
             k: Number of frequencies, at most the number of bins.
 
         Returns:
             The indices of the bins [k], ascending, and their alternating real and imaginary parts [2k].
         """
+        whole = len(x) // block * block
+        spectra = []
+        for part, length in ((x[:whole], block), (x[whole:], len(x) - whole)):
+            if len(part):
+                wave = part.reshape(-1, length) * f32(forward_scale(length, block))
+                spectra.append(self.fft.rfft(wave).reshape(-1).view(self.xp.float32))
+        pairs = self.concat(spectra or [x]).reshape(-1, 2)
+        wide = self._cast(pairs, "float64")
+        index = self.top_k(self._cast((wide * wide).sum(1) ** 0.5, "float32"), k)
+        return Sparse(index, pairs[index].reshape(-1))
 
     # -- matrices: layouts, products, orthonormal rows, principal components --------------------------------------
 
     def permute(self, x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
         """Reshape ``x`` [n] to ``shape``, transpose its axes, and return it flat [n]; may be a view."""
+        return self.xp.moveaxis(x.reshape(shape), axes, tuple(range(len(axes)))).reshape(-1)
 
     def hadamard(self, x: Array, block: int) -> Array:
         """Multiply each block of ``x`` [n] by the orthonormal Hadamard matrix H[i, j] = (−1)^popcount(i & j) / √block.
@@ -672,13 +850,25 @@ class Ops(Protocol):
             x: [n], where n is a multiple of ``block``.
             block: Block length, a power of two.
         """
+        x = x * float(np.float32(block**-0.5))
+        apart = 1
+        while apart < block:
+            pairs = x.reshape(-1, 2, apart)  # a view
+            sums = pairs[:, 0] + pairs[:, 1]
+            pairs[:, 1] = pairs[:, 0] - pairs[:, 1]
+            pairs[:, 0] = sums
+            apart *= 2
+        return x
 
     def matmul(self, a: Array, b: Array, rows: int, columns: int) -> Array:
         """Return a · b [rows × columns], to rounding, for a [rows × m] and b [m × columns]."""
+        return (a.reshape(rows, -1) @ b.reshape(-1, columns)).ravel()
 
     def matmul_transposed(self, a: Array, b: Array, rows: int, columns: int) -> Array:
         """Return a · bᵀ [rows × columns], to rounding, for a [rows × m] and b [columns × m]."""
+        return (a.reshape(rows, -1) @ b.reshape(columns, -1).T).ravel()
 
+    @abstractmethod
     def orthonormalise(self, x: Array, rows: int, key: NumpyArray | None = None) -> Array:
         """Return orthonormal rows with the span of the rows of ``x``, by Gram-Schmidt in float64.
 
@@ -715,6 +905,16 @@ class Ops(Protocol):
             ``dropped``; and the weights of the rows in each component [most × rows] float32, to rounding and up to
             their signs. The weights after the d-th component are zero.
         """
+        xp = self.xp
+        # Rᵀ has the same left singular vectors and values as x, but only as many columns as rows
+        triangle = xp.linalg.qr(self._wide(x, rows, centre).T, mode="r")
+        left, sizes, _ = xp.linalg.svd(getattr(triangle, "R", triangle).T, full_matrices=False)
+        beyond = xp.flip(xp.cumsum(xp.flip(sizes * sizes, (0,)), 0), (0,))  # beyond[i]: dropped with i components
+        count = (beyond > dropped * beyond[:1]).sum().clip(least, most)
+        weights = self.zeros(most * rows, "float32", like=x).reshape(most, rows)
+        found = self._cast(left.T[:most], "float32")
+        weights[: len(found)] = xp.where(xp.arange(len(found), device=x.device)[:, None] < count, found, 0.0)
+        return self._cast(count, "int32").reshape(1), weights.reshape(-1)
 
     def combine(self, weights: Array, x: Array, rows: int, centre: bool = True) -> Array:
         """Return linear combinations of the rows of ``x``, added in a fixed order in float64.
@@ -730,3 +930,153 @@ class Ops(Protocol):
         Returns:
             [count × m] float64.
         """
+        return combined(self._cast(weights, "float64").reshape(-1, rows), self._wide(x, rows, centre))
+
+    # -- parts of the ops ------------------------------------------------------------------------------------------
+
+    def _results(self, x: Array, finite: Flag, scan: Scan) -> Found:
+        """Compute what ``scan`` requests of ``x``, in one pass over ``x`` per result.
+
+        ``finite``, whether x is finite, may be a tensor on a device, for which the host does not wait.
+        """
+        moments = self.moments(x) if scan.moments and finite is not False else None
+        if finite is False or (moments and not math.isfinite(moments[1])):
+            return Found(False)
+        found = Found(finite, moments)
+        if scan.chunk:
+            found = found._replace(offsets=self.chunk_argmax(x, scan.chunk))
+        if scan.above is not None:
+            index = self.first_above(x, scan.above, scan.capacity)
+            if len(index) < scan.capacity:
+                found = found._replace(above=Sparse(index, x[index]))
+        if scan.signs:
+            found = found._replace(signs=(self.pack_signs(x), self.bucket_norms(x, len(x), "mean")))
+        if scan.largest:
+            found = found._replace(largest=self.max_abs(x))
+        if scan.product is not None:
+            a, rows, _ = scan.product
+            found = found._replace(product=self.matmul_transposed(a, x, rows, len(x) * rows // len(a)))
+        if scan.halves is not None:
+            _, saturated = self.to_fp16(x, *scan.halves)
+            found = found._replace(saturated=saturated)
+        return found
+
+    def _halves(self, x: Half) -> Array:
+        """Decode a vector of 16-bit floats."""
+        if dtype_name(x.values) == "float16":
+            return self._cast(x.values, "float32").clip(-FP16_MAX, FP16_MAX) * f32(x.scale)
+        return (self._cast(x.values, "int32") << 16).view(self.xp.float32) * f32(x.scale)
+
+    def _look_up(self, x: Codes) -> Array:
+        """Decode a vector of indices of levels."""
+        count = x.start + x.size
+        indices = self.unpack_bits(x.codes, x.bits, count).clip(max=len(x.table) - 1)
+        # the norms of a damaged payload may be negative, infinite or NaN
+        norms = x.norms.view(self.xp.int32).clip(0, FP32_MAX_BITS).view(self.xp.float32)
+        rows, norms = self._buckets(self.asarray(x.table, like=x.codes)[indices], norms, x.bucket)
+        return (rows * norms).reshape(-1)[x.start : count]
+
+    def _separate(self, x: Fields) -> Array:
+        """Decode a vector of packed integers."""
+        shifts = range(0, 32 // x.width * x.width, x.width)
+        # after bound has been added to each field, no field is negative, and none borrows from the next field
+        raised = self._cast(x.words, "int64") + sum(x.bound << distance for distance in shifts)
+        shift = self.xp.arange(shifts.start, shifts.stop, shifts.step, device=x.words.device)
+        fields = ((raised[:, None] >> shift) & ((1 << x.width) - 1)).reshape(-1)[x.start : x.start + x.size]
+        return self._cast(fields - x.bound, "float32") * x.scale
+
+    def _inverse(self, x: Spectra) -> Array:
+        """Return the inverse transform of before · Σ shares [n], to rounding."""
+        spectrum = self.zeros(2 * bins(x.n, x.block), "float32", like=x.shares[0].values).reshape(-1, 2)
+        for share in x.shares:
+            spectrum[share.index] += share.values.reshape(-1, 2) * f32(x.before)
+        edge = x.n // x.block * (x.block // 2 + 1)
+        waves = []
+        for part, length in ((spectrum[:edge], x.block), (spectrum[edge:], x.n % x.block)):
+            if len(part):
+                bins_of_blocks = part.reshape(-1).view(self.xp.complex64).reshape(-1, length // 2 + 1)
+                wave = self.fft.irfft(bins_of_blocks, length, norm="forward").reshape(-1)
+                waves.append(wave * f32(inverse_scale(length, x.block)))
+        return self.concat(waves or [spectrum.reshape(-1)])
+
+    def _cast(self, x: Array, dtype: str) -> Array:
+        """Convert an array to a dtype; ``x`` itself if it has it."""
+        return self.xp.asarray(x, dtype=getattr(self.xp, dtype))
+
+    def _where(self, condition: Array) -> Array:
+        """Return the indices at which ``condition`` is true, ascending."""
+        return self._cast(self.xp.argwhere(condition).reshape(-1), index_dtype(len(condition)))
+
+    def _stored(self, x: Array, out: Array | None) -> Array:
+        """Return ``x``, in ``out`` if given."""
+        if out is None:
+            return x
+        out[...] = x
+        return out
+
+    def _rows(self, x: Array, width: int) -> Array:
+        """Reshape ``x`` to rows of ``width`` elements; the last row is padded with zeros. May be a view."""
+        missing = -len(x) % width
+        return (self.concat([x, self.zeros(missing, dtype_name(x), like=x)]) if missing else x).reshape(-1, width)
+
+    def _buckets(self, x: Array, norms: Array, bucket: int) -> tuple[Array, Array]:
+        """Return the buckets of ``x`` as rows, and their norms as a column.
+
+        Raises:
+            IndexError: There are fewer norms than buckets.
+        """
+        rows = self._rows(x, max(1, min(bucket, len(x))))
+        if len(norms) < len(rows):
+            raise IndexError(f"{len(norms)} norms are too few for {len(x)} elements in buckets of {bucket}")
+        return rows, norms[: len(rows), None]
+
+    def _in_norms(self, x: Array, norms: Array, bucket: int) -> Array:
+        """Return x/norm [n]; a norm of 0 or less is read as 1."""
+        rows, norms = self._buckets(x, self.xp.where(norms > 0, norms, 1.0), bucket)
+        return (rows / norms).reshape(-1)[: len(x)]
+
+    def _folded(self, rows: Array) -> Array:
+        """Return the sum of each row of ``rows``, float64, added in the order given at :meth:`bucket_norms`."""
+        count, width = rows.shape
+        if width > PIECE:
+            padded = self.zeros(count * (width + -width % PIECE), "float64", like=rows).reshape(count, -1)
+            padded[:, :width] = rows
+            return self._folded(self._folded(padded.reshape(-1, PIECE)).reshape(count, -1))
+        while width > 1:
+            half = (width + 1) // 2
+            rows[:, : width - half] += rows[:, half:width]
+            width = half
+        return rows[:, 0]
+
+    def _shifts(self, width: int, like: Array) -> Array:
+        return self.xp.arange(width, dtype=like.dtype, device=like.device)
+
+    def _bits(self, buffer: Array, count: int) -> Array:
+        """Return the first ``count`` bits of a buffer [count] uint8, lowest bit first; zeros follow its end."""
+        bits = ((buffer[: -(-count // 8), None] >> self._shifts(8, buffer)) & 1).reshape(-1)[:count]
+        return self.concat([bits, self.zeros(count - len(bits), "uint8", like=buffer)])
+
+    def _shift(self, mantissa: int | Array) -> Any:
+        """Return 23 − mantissa: a number, or [1] int32 for an array; an array may be damaged and is clipped."""
+        return 23 - (mantissa if isinstance(mantissa, int) else self._cast(mantissa, "int32").clip(1, 22))
+
+    def _edges(self, bounds: Array) -> Array:
+        """Return the bits of the bounds [2] int32; damaged bounds become finite."""
+        return bounds.view(self.xp.int32).clip(0, FP32_MAX_BITS)
+
+    def _wide(self, x: Array, rows: int, centre: bool) -> Array:
+        """Return x [rows × m] in float64, with ``centre`` minus the mean row."""
+        wide = self._cast(x, "float64").reshape(rows, -1)
+        return centred(wide) if centre else wide
+
+    def _add_sparse(self, out: Array, index: Array, values: Array) -> None:
+        """As :meth:`_add_in_order`; the values of duplicates are 0."""
+        self._add_in_order(out, index, values)
+
+    @abstractmethod
+    def _add_in_order(self, out: Array, index: Array, values: Array) -> None:
+        """Add values to ``out``, in place; values with equal indices are added in their order."""
+
+    @abstractmethod
+    def _kth(self, magnitudes: Array, k: int) -> Array:
+        """Return the k-th largest number, as a scalar or an array of no dimension."""

@@ -7,6 +7,7 @@ A coded vector (:data:`Coded`) is a dense vector whose elements are not computed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ class Half(NamedTuple):
     """A dense vector in a 16-bit format: scale·values in float32.
 
     Attributes:
-        values: [n] float16, or the bits of bfloat16 as uint16 (int16 in torch), as returned by :meth:`Ops.to_bf16`.
+        values: [n] float16, or the bits of bfloat16 as int16, as returned by :meth:`Ops.to_bf16`.
         scale: Factor of the values; rounded to float32 first.
     """
 
@@ -59,37 +60,14 @@ class Half(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A dense vector of signs and levels, as returned by :meth:`Ops.quantize` and :meth:`Ops.pack_signs`.
+    """A dense vector of indices of levels, in units of a norm.
 
     Attributes:
         codes: [⌈(start + size)·bits/8⌉] uint8 or more.
         norms: The norm of each bucket [⌈(start + size)/bucket⌉] or more.
         bucket: Number of elements that share a norm.
-        bits: Bits per code, 1 to 8. With 1 bit an element is +norm or −norm, and all elements share one norm.
-        start: Index of the code of the first element.
-        size: Number of elements, n.
-    """
-
-    codes: Array
-    norms: Array
-    bucket: int
-    bits: int
-    start: int
-    size: int
-
-    def piece(self, start: int, stop: int) -> Codes:
-        """Return elements ``start`` to ``stop``."""
-        return self._replace(start=self.start + start, size=stop - start)
-
-
-class LevelCodes(NamedTuple):
-    """A dense vector of indices of levels, as returned by :meth:`Ops.encode_levels`.
-
-    Attributes:
-        codes: [⌈(start + size)·bits/8⌉] uint8 or more.
-        norms: The norm of each bucket [⌈(start + size)/bucket⌉] or more.
-        bucket: Number of elements that share a norm.
-        table: The levels [m] float32, in host memory.
+        table: The levels [m] float32, in host memory: those of :meth:`Ops.encode_levels`, :func:`quantized_levels`
+            for the codes of :meth:`Ops.quantize`, or ``SIGNS`` for those of :meth:`Ops.pack_signs`.
         bits: Bits per index.
         start: Index of the code of the first element.
         size: Number of elements, n.
@@ -103,13 +81,28 @@ class LevelCodes(NamedTuple):
     start: int
     size: int
 
-    def piece(self, start: int, stop: int) -> LevelCodes:
+    def piece(self, start: int, stop: int) -> Codes:
         """Return elements ``start`` to ``stop``."""
         return self._replace(start=self.start + start, size=stop - start)
 
 
+SIGNS = np.array([1, -1], np.float32)  #: the levels of :meth:`Ops.pack_signs`
+
+
+def signs_of(codes: Array, norm: Array, n: int) -> Codes:
+    """Return n elements whose signs were packed by :meth:`Ops.pack_signs`, and which share a magnitude [1]."""
+    return Codes(codes, norm, max(n, 1), SIGNS, 1, 0, n)
+
+
+@cache
+def quantized_levels(bits: int) -> NumpyArray:
+    """Return the value of each code of :meth:`Ops.quantize` [2^bits]: ±level/s. Both zeros are +0."""
+    level = np.arange(1 << (bits - 1), dtype=np.float32) / np.float32((1 << (bits - 1)) - 1)
+    return np.concatenate([level, np.float32(0) - level])
+
+
 class Fields(NamedTuple):
-    """A dense vector of integers, packed into words by :meth:`Ops.pack_fields`, times a scale.
+    """A dense vector of integers, packed into words by :meth:`Ops.quantize_fields`, times a scale.
 
     Attributes:
         words: [⌈(start + size)/⌊32/width⌋⌉] int32 or more; may be a sum of such words.
@@ -212,7 +205,7 @@ class Spectra(NamedTuple):
         shares: Sparse spectra. Each has distinct, ascending indices [m] of bins, and values [2m]: real and imaginary
             parts alternating.
         n: Number of elements.
-        block: Block length of :meth:`Ops.rfft`.
+        block: Block length of :meth:`Ops.largest_frequencies`.
         before: Factor of the spectrum; rounded to float32 first.
         after: Factor of the inverse transform; rounded to float32 first.
         limit: Magnitudes are clipped to it.
@@ -232,7 +225,7 @@ class Spectra(NamedTuple):
 
 
 #: Dense vectors that :meth:`Ops.write` and :meth:`Ops.subtract` decode, in float32, into their output
-Coded = Half | Codes | LevelCodes | Fields | Sum | Joined | Outer | Spectra
+Coded = Half | Codes | Fields | Sum | Joined | Outer | Spectra
 
 
 class Shares(NamedTuple):
@@ -258,4 +251,4 @@ def size_of(x: Array | Coded) -> int:
 def piece_of(x: Array | Coded, start: int, stop: int) -> Any:
     """Return elements ``start`` to ``stop`` of a dense vector; :class:`Outer` and :class:`Spectra` have no pieces."""
     assert not isinstance(x, Outer | Spectra)
-    return x.piece(start, stop) if isinstance(x, Half | Codes | LevelCodes | Fields | Sum | Joined) else x[start:stop]
+    return x.piece(start, stop) if isinstance(x, Half | Codes | Fields | Sum | Joined) else x[start:stop]

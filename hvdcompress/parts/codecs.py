@@ -78,7 +78,7 @@ class Float16:
         return Half(ops.from_bytes(buffer, "float16"), 1.0)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        return ops.from_fp16(ops.from_bytes(buffer, "float16"), 1.0)
+        return ops.dense(self.coded(buffer, count, ops))
 
 
 class BFloat16:
@@ -94,10 +94,10 @@ class BFloat16:
         return ops.to_bytes(ops.to_bf16(x)) if out is None else ops.to_bf16(x, out)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Half:
-        return Half(ops.from_bytes(buffer, "uint16"), 1.0)
+        return Half(ops.from_bytes(buffer, "int16"), 1.0)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        return ops.from_bf16(ops.from_bytes(buffer, "uint16"))
+        return ops.dense(self.coded(buffer, count, ops))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class InParts:
         before = 0
         for index, (values, place) in enumerate(self.spans):
             if before < place.start:
-                ops.fill(out[before : place.start], 0)
+                out[before : place.start] = 0
             self.codec.encode(x[values], replace(ctx, spec=ctx.spec.members[index]), work, stream, out[place])
             before = place.stop
         return out

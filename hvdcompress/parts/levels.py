@@ -40,7 +40,7 @@ import numpy as np
 
 from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import LevelCodes, NumpyArray
+from hvdcompress.ops.vectors import Codes, NumpyArray
 from hvdcompress.parts import seed
 from hvdcompress.parts.wire import WireError
 
@@ -128,14 +128,14 @@ class LevelCodec:
             out[:edge] = ops.to_bytes(scales)
         return out
 
-    def coded(self, buffer: Array, count: int, ops: Ops) -> LevelCodes:
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
         """Check encoded values like :meth:`decode`, but leave decoding to the function that writes them."""
         if len(buffer) != self.num_bytes(count):
             raise WireError(f"received {len(buffer)} bytes of {self.name} values, expected {self.num_bytes(count)}")
         edge = self._edge(count)
         scales = ops.from_bytes(buffer[:edge], "float32") if FORMATS[self.name].scaled else self._one(buffer, ops)
         shared, bits = self._shared(count), FORMATS[self.name].bits
-        return LevelCodes(buffer[edge:], scales, shared, levels(self.name), bits, 0, count)
+        return Codes(buffer[edge:], scales, shared, levels(self.name), bits, 0, count)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Decode values; see :meth:`hvdcompress.parts.sums.Codec.decode`. Damaged bytes decode to finite values."""

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hvdcompress.method import Array, Context, Sparse, Values, Workspace
+from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 from hvdcompress.parts.codecs import codec_of_parts
@@ -135,7 +136,7 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
         WireError: the bytes do not contain k indices below n.
     """
     if coding == "int32":
-        index = ops.from_bytes(buffer, ops.index_dtype(n))
+        index = ops.from_bytes(buffer, index_dtype(n))
     elif coding == "bitmap":
         index = ops.find_bits(buffer, n)
     else:
@@ -185,7 +186,7 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     numbers.encode(chosen.values, ctx, work, out=payload[edge : edge + width])
     # The padding must be zero, because payloads have to be reproducible byte by byte
     if edge + width < stop:
-        ops.fill(payload[edge + width :], 0)
+        payload[edge + width :] = 0
     return payload
 
 

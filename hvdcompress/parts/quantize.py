@@ -20,7 +20,7 @@ from typing import Literal
 
 from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Codes
+from hvdcompress.ops.vectors import Codes, quantized_levels
 from hvdcompress.parts import seed
 from hvdcompress.parts.wire import WireError
 
@@ -59,18 +59,18 @@ class StochasticCodec:
         out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
         edge = self._edge(len(x))
         key = seed.private_key(ctx, stream)
-        if self.norm == "max":
-            norms, _ = ops.quantize_max(x, self.bucket, self.bits, key, out[edge:])
-        else:
-            norms = ops.bucket_norms(x, self.bucket, self.norm)
-            ops.quantize(x, norms, self.bucket, self.bits, key, out[edge:])
+        norms = ops.bucket_norms(x, self.bucket, self.norm)
+        ops.quantize(x, norms, self.bucket, self.bits, key, out[edge:])
         out[:edge] = ops.to_bytes(norms)
         return out
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
         """Check quantized values like :meth:`decode`, but leave decoding to the function that writes them."""
-        codes, norms = self._parts(buffer, count, ops)
-        return Codes(codes, norms, self.bucket, self.bits, 0, count)
+        if len(buffer) != self.num_bytes(count):
+            raise WireError(f"received {len(buffer)} bytes of quantized values, expected {self.num_bytes(count)}")
+        edge = self._edge(count)
+        norms = ops.from_bytes(buffer[:edge], "float32")
+        return Codes(buffer[edge:], norms, self.bucket, quantized_levels(self.bits), self.bits, 0, count)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Decode quantized values. Damaged bytes of the right length decode to finite values.
@@ -86,12 +86,4 @@ class StochasticCodec:
         Raises:
             WireError: the number of bytes is wrong.
         """
-        codes, norms = self._parts(buffer, count, ops)
-        return ops.dequantize(codes, norms, self.bucket, self.bits, count)
-
-    def _parts(self, buffer: Array, count: int, ops: Ops) -> tuple[Array, Array]:
-        """Return the codes and the norms of ``count`` values."""
-        if len(buffer) != self.num_bytes(count):
-            raise WireError(f"received {len(buffer)} bytes of quantized values, expected {self.num_bytes(count)}")
-        edge = self._edge(count)
-        return buffer[edge:], ops.from_bytes(buffer[:edge], "float32")
+        return ops.dense(self.coded(buffer, count, ops))

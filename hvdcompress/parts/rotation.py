@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdcompress.method import Array, Context
 from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import signs_of
 from hvdcompress.parts import seed
 
 
@@ -45,4 +46,4 @@ def _signed(x: Array, factor: float, block: int, ctx: Context, ops: Ops) -> Arra
 def signs(n: int, ctx: Context, like: Array, ops: Ops) -> Array:
     """Return random signs [n] of this step, equal on all ranks."""
     one = ops.asarray(np.ones(1, np.float32), like)
-    return ops.unpack_signs(ops.pack_signs(ops.uniform(seed.shared_key(ctx), n, like) - 0.5), one, n)
+    return ops.dense(signs_of(ops.pack_signs(ops.uniform(seed.shared_key(ctx), n, like) - 0.5), one, n))

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdcompress import ops
 from hvdcompress.method import Context
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.ops.shared import MIX_FACTORS
 
 _MASK = 0xFFFFFFFF

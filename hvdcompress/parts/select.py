@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdcompress.method import Array, Context, Sparse, Workspace
+from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates
 from hvdcompress.parts.candidates import Elements
@@ -122,9 +123,9 @@ def elements_of_rows(chosen: Array, m: int, n: int, like: Array, ops: Ops) -> Ar
         ops: the array ops.
 
     Returns:
-        [K·m + n mod m], in the dtype of ``ops.index_dtype(n)``.
+        [K·m + n mod m], in the dtype of ``index_dtype(n)``.
     """
-    rows, dtype = n // m, ops.index_dtype(n)
+    rows, dtype = n // m, index_dtype(n)
 
     def indices(*bounds: int) -> Array:
         return ops.asarray(np.arange(*bounds, dtype=dtype), like=like)

@@ -140,7 +140,7 @@ def scatter(
         edge = codec.num_bytes(len(values))
         codec.encode(values, ctx, work, first + number, out[:edge])
         if edge < width:
-            ops.fill(out[edge:], 0)
+            out[edge:] = 0
 
     def read(piece: Array, count: int) -> Any:
         # Shards have no header, and on networks that gather unequal lengths a peer may send any number of bytes

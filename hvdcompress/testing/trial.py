@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -201,16 +200,12 @@ def _numpy_tree(value: Any) -> Any:
 
 def backends() -> dict[str, Ops]:
     """Return all array ops that run on the CPU, by name; "numpy" is the reference. Frameworks must be installed."""
-    import hvdcompress.ops as package
-
-    found: dict[str, Any] = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        if not info.ispkg or info.name == "triton":  # plain modules are shared code, and Triton needs a GPU
-            continue
+    found: dict[str, Ops] = {}
+    for name in ("numpy", "numba", "torch"):  # Triton needs a GPU
         try:
-            found[info.name] = importlib.import_module(f"{package.__name__}.{info.name}")
+            found[name] = importlib.import_module(f"hvdcompress.ops.{name}").ops
         except ImportError as error:
-            if (error.name or "").startswith(package.__name__):
+            if (error.name or "").startswith("hvdcompress"):
                 raise
     return found
 

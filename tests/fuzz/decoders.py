@@ -263,7 +263,7 @@ def _files(folder: Path) -> Iterator[Decoder]:
 
         return decode
 
-    yield Decoder("plan", (PLAN,), reading("plan.yaml", hvdcompress.load), (PlanError,))
+    yield Decoder("plan", (PLAN,), reading("plan.yaml", hvdcompress.load_plan), (PlanError,))
     yield Decoder("experiment", (EXPERIMENT,), reading("experiment.yaml", Experiment.open), (PlanError,))
     yield Decoder("metrics", (METRICS,), reading("metrics.jsonl", jsonl.read), ())
 

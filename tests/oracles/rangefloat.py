@@ -7,7 +7,7 @@ import struct
 import numpy as np
 
 from hvdcompress.method import Workspace
-from hvdcompress.ops import numpy as ops
+from hvdcompress.ops.numpy import ops
 from hvdcompress.parts.rangefloat import HEAD, RangeFloatCodec
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from hvdcompress.ops import numpy as reference
 from hvdcompress.ops import pool
 from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
@@ -26,64 +26,21 @@ from hvdcompress.ops.numba.arrays import (
     plain_outer,
     plain_sparse,
 )
-from hvdcompress.ops.numba.codes import pack_signs
-from hvdcompress.ops.numba.floats import clipped_to_fp16, to_fp16
-from hvdcompress.ops.numba.matrices import matmul_transposed
+from hvdcompress.ops.numba.floats import clipped_to_fp16
 from hvdcompress.ops.numba.memory import joined
-from hvdcompress.ops.numba.selection import chunk_argmax, first_above
 from hvdcompress.ops.numba.spectra import write_spectra
-from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments, sums_of
+from hvdcompress.ops.numba.statistics import sums_of
 from hvdcompress.ops.numba.threads import MIN_RANGE, count, in_ranges
-from hvdcompress.ops.numpy.statistics import norms_of
+from hvdcompress.ops.numpy import NumpyOps
 from hvdcompress.ops.scan import NOTHING, Found, Product, Scan, Span, Velocity
-from hvdcompress.ops.shared import (
-    PIECE,
-    Finders,
-    accumulate_pieces,
-    find,
-    find_rest,
-    index_dtype,
-    moments_of,
-    write_pieces,
-)
-from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Spectra, size_of
+from hvdcompress.ops.shared import PIECE, index_dtype, moments_of
+from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Outer, Shares, Sparse, Spectra, piece_of, size_of
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 NO_OTHER = NOTHING[:2] + NOTHING[4:]  #: a Scan without its fields ``above`` and ``capacity``
 FEW_ROWS = range(1, 9)  #: row counts for which the product is computed in the pass that accumulates
 LARGE = 1 << 22  #: number of elements from which one pass is faster than two; smaller vectors stay in the cache
 MIDDLE = 1 << 18  #: the same if the pass also removes the projection, which saves another pass
-FINDERS = Finders(
-    all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16
-)
-
-
-def accumulate(
-    gradient: Array,
-    residual: Array,
-    scale: float,
-    out: Array,
-    scan: Scan = NOTHING,
-    velocity: Velocity | None = None,
-) -> Found:
-    if not plain(gradient, residual, out, *(velocity or ())[:2]):
-        return reference.accumulate(gradient, residual, scale, out, scan, velocity)
-    collects = scan.moments or scan.largest or (scan.above is not None and velocity is None)
-    if (
-        collects + (scan.chunk > 0) + scan.signs + (scan.product is not None) + (velocity is not None) > 1
-        or (velocity is not None and scan.moments)
-        or (scan.above is not None and scan.above < 0)
-        or (scan.signs and out.size <= PIECE)
-        or scan.halves is not None
-        or (scan.product is not None and not _multiplies_in_pass(scan.product, out.size))
-    ):
-        # rare combinations and small vectors: one pass for each result
-        if not accumulate(gradient, residual, scale, out, NOTHING, velocity).finite:
-            return Found(False)
-        return find_rest(out, True, scan, FINDERS)
-    if scan.product is not None:
-        return _accumulate_with_product(gradient, residual, np.float32(scale), out, scan.product)
-    return _in_one_pass(gradient, residual, np.float32(scale), out, scan, velocity)
 
 
 def _multiplies_in_pass(request: Product, n: int) -> bool:
@@ -106,53 +63,6 @@ def _accumulate_with_product(
     if most >= INF_BITS:
         return Found(False)
     return Found(True, product=product[:rows].ravel(), removed=request.remove != 0)
-
-
-def accumulate_parts(
-    gradients: Sequence[Array],
-    residual: Array,
-    scales: Sequence[float],
-    out: Array,
-    spans: Sequence[Span],
-    scans: Sequence[Scan],
-    velocity: Velocity | None = None,
-) -> list[Found]:
-    given = gradients, residual, scales, out, spans, scans, velocity
-    if len(gradients) == 1 or velocity is not None or not _fit_one_kernel(gradients, residual, out, spans, scans):
-        return accumulate_pieces(accumulate, *given)
-    room = [
-        0 if scan.above is None else min(scan.capacity, gradient.size)
-        for gradient, scan in zip(gradients, scans, strict=True)
-    ]
-    starts = np.cumsum([0, *room])
-    index = pool.empty(int(starts[-1]), np.int32)
-    values = pool.empty(int(starts[-1]), np.float32)
-    lows = [kernels.MAGNITUDE if scan.above is None else magnitude_bits(scan.above) for scan in scans]
-    most = np.empty(len(gradients), np.int32)
-    counts = np.empty(len(gradients), np.int64)
-    kernels.accumulate_parts(
-        _addresses(gradients),
-        residual,
-        np.array(scales, np.float32),
-        out,
-        np.array(spans),
-        np.array(lows, np.int32),
-        starts,
-        index,
-        values,
-        most,
-        counts,
-    )
-    found = []
-    for scan, start, collected, largest in zip(scans, starts.tolist(), counts.tolist(), most.tolist(), strict=False):
-        stop = start + collected
-        if largest >= INF_BITS:
-            found.append(Found(False))
-        elif scan.above is None or collected >= scan.capacity:
-            found.append(Found(True))
-        else:
-            found.append(Found(True, above=Sparse(index[start:stop], values[start:stop])))
-    return found
 
 
 def _addresses(arrays: Sequence[Array]) -> Array:
@@ -223,7 +133,7 @@ def _accumulate_signs(operands: Operands, n: int) -> Found:
 
     in_ranges(accumulate_range, n, PIECE)
     total = sums_of(sums)
-    return Found(True, signs=(signs, norms_of(total, n, n, "mean"))) if isfinite(total[0]) else Found(False)
+    return Found(True, signs=(signs, (total / n).astype(np.float32))) if isfinite(total[0]) else Found(False)
 
 
 def _accumulate_and_collect(operands: Operands, n: int, scan: Scan, velocity: Velocity | None) -> Found:
@@ -266,108 +176,9 @@ def _accumulate_and_collect(operands: Operands, n: int, scan: Scan, velocity: Ve
     )
 
 
-def inspect(x: Array, scan: Scan) -> Found:
-    if scan.halves is not None and scan == Scan(halves=scan.halves) and plain(x):
-        scale, limit, out = scan.halves
-        if 0 < limit <= FP16_MAX and plain(out, dtype=np.float16) and out.size == x.size:
-            clipped, most = clipped_to_fp16(x, scale, limit, out)
-            return Found(True, saturated=clipped) if most < INF_BITS else Found(False)
-    if scan != Scan(moments=True, largest=True) or not plain(x):
-        return find(x, scan, FINDERS)
-    total = np.zeros(statistics.LANES)
-    squares = np.zeros(statistics.LANES)
-    most = statistics.moments_and_largest(x, total, squares)
-    if most >= INF_BITS:
-        return Found(False)
-    return Found(True, moments_of(total.sum(), squares.sum(), x.size), largest=magnitude_of(most))
-
-
-def blend(x: Array, residual: Array, beta: float) -> None:
-    if not plain(x, residual):
-        return reference.blend(x, residual, beta)
-    return kernels.blend(x, residual, np.float32(beta), np.float32(1.0 - beta))
-
-
-def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
-    if isinstance(own, Joined):
-        for part, piece in _pieces(x, own):
-            subtract(part, piece, factor)
-    elif plain_outer(own, x, factor):
-        matrices.outer(*as_matrices(own, x), np.float32(own.scale * factor), True)
-    elif isinstance(own, Spectra) and plain(x):
-        write_spectra(own, factor, x, subtract=True)
-    elif isinstance(own, Coded):
-        if factor != 1.0 or not coded.subtract(x, own):
-            subtract(x, dense(own), factor)
-    elif plain_sparse(own, x):
-        kernels.add_at(x, own.index, own.values, -np.float32(factor))  # x − v and x + (−v) are the same float
-    elif not isinstance(own, Sparse) and factor != 1.0 and plain(x, own):
-        kernels.subtract(x, own, np.float32(factor))
-    else:
-        reference.subtract(x, own, factor)
-
-
-def zero_where(x: Array, own: Array | Sparse) -> None:
-    if plain_sparse(own, x):
-        kernels.zero_at(x, own.index, own.values)
-    else:
-        reference.zero_where(x, own)
-
-
-def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
-    if plain(a.values) and plain(b.values) and a.index.size == a.values.size and b.index.size == b.values.size:
-        index = pool.empty(a.index.size + b.index.size, index_dtype(n))
-        values = pool.empty(index.size, np.float32)
-        found = kernels.merge(int64(a.index), a.values, int64(b.index), b.values, index, values)
-        if found >= 0:
-            return Sparse(index[:found], values[:found])
-    return reference.merge(a, b, n)
-
-
-def write_parts(outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
-    shares: Sequence[Any] = total.each if isinstance(total, Shares) else [total]
-    if not (all(map(plain, outs)) and all(is_plain_sparse(share) for share in shares)):
-        write_pieces(outs, total, factor, write)
-        return
-    index, values = (np.concatenate(each) if len(shares) > 1 else each[0] for each in zip(*shares, strict=True))
-    bounds = np.cumsum([0, *(out.size for out in outs)])
-    kernels.write_runs(_addresses(outs), bounds, index, values, np.float32(factor))
-
-
-def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
-    if isinstance(total, Shares):
-        if not all(plain_sparse(share, out) for share in total.each):
-            reference.write(out, total, factor)
-            return
-        write_parts([out], total, factor)
-    elif isinstance(total, Joined):
-        for part, piece in _pieces(out, total):
-            write(part, piece, factor)
-    elif plain_outer(total, out, factor):
-        matrices.outer(*as_matrices(total, out), np.float32(total.scale * factor), False)
-    elif isinstance(total, Spectra) and plain(out):
-        write_spectra(total, factor, out, subtract=False)
-    elif isinstance(total, Coded):
-        if not coded.write(out, total, factor):
-            reference.write(out, total, factor)
-    elif plain_sparse(total, out):
-        _clear(out)
-        kernels.add_at(out, total.index, total.values, np.float32(factor))
-    else:
-        reference.write(out, total, factor)
-
-
 def _clear(out: Array) -> None:
     # takes 2/3 of the time of out.fill(0), because it does not read the memory that it overwrites
     ctypes.memset(out.ctypes.data, 0, out.nbytes)
-
-
-def dense(x: Array | Coded) -> Array:
-    if not isinstance(x, Coded):
-        return x
-    out = np.empty(x.size, np.float32)
-    write(out, x, 1.0)
-    return out
 
 
 def _pieces(x: Array, joined: Joined) -> list[tuple[Array, Any]]:
@@ -378,9 +189,174 @@ def _pieces(x: Array, joined: Joined) -> list[tuple[Array, Any]]:
     return [(x[stop - size_of(part) : stop], part) for part, stop in zip(joined.parts, stops, strict=True)]
 
 
-def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
-    if not plain(x):
-        return reference.scaled(x, factor, limit)
-    out = np.empty(x.size, np.float32)
-    kernels.scaled(x, np.float32(factor), np.float32(limit), out)
-    return out
+class ArithmeticOps(NumpyOps):
+    """Add, subtract and write dense and sparse vectors."""
+
+    def accumulate(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        scan: Scan = NOTHING,
+        velocity: Velocity | None = None,
+    ) -> Found:
+        if not plain(gradient, residual, out, *(velocity or ())[:2]):
+            return super().accumulate(gradient, residual, scale, out, scan, velocity)
+        collects = scan.moments or scan.largest or (scan.above is not None and velocity is None)
+        if (
+            collects + (scan.chunk > 0) + scan.signs + (scan.product is not None) + (velocity is not None) > 1
+            or (velocity is not None and scan.moments)
+            or (scan.above is not None and scan.above < 0)
+            or (scan.signs and out.size <= PIECE)
+            or scan.halves is not None
+            or (scan.product is not None and not _multiplies_in_pass(scan.product, out.size))
+        ):
+            # rare combinations and small vectors: one pass for each result
+            if not self.accumulate(gradient, residual, scale, out, NOTHING, velocity).finite:
+                return Found(False)
+            return self._results(out, True, scan)
+        if scan.product is not None:
+            return _accumulate_with_product(gradient, residual, np.float32(scale), out, scan.product)
+        return _in_one_pass(gradient, residual, np.float32(scale), out, scan, velocity)
+
+    def accumulate_parts(
+        self,
+        gradients: Sequence[Array],
+        residual: Array,
+        scales: Sequence[float],
+        out: Array,
+        spans: Sequence[Span],
+        scans: Sequence[Scan],
+        velocity: Velocity | None = None,
+    ) -> list[Found]:
+        if len(gradients) == 1 or velocity is not None or not _fit_one_kernel(gradients, residual, out, spans, scans):
+            return super().accumulate_parts(gradients, residual, scales, out, spans, scans, velocity)
+        room = [
+            0 if scan.above is None else min(scan.capacity, gradient.size)
+            for gradient, scan in zip(gradients, scans, strict=True)
+        ]
+        starts = np.cumsum([0, *room])
+        index = pool.empty(int(starts[-1]), np.int32)
+        values = pool.empty(int(starts[-1]), np.float32)
+        lows = [kernels.MAGNITUDE if scan.above is None else magnitude_bits(scan.above) for scan in scans]
+        most = np.empty(len(gradients), np.int32)
+        counts = np.empty(len(gradients), np.int64)
+        kernels.accumulate_parts(
+            _addresses(gradients),
+            residual,
+            np.array(scales, np.float32),
+            out,
+            np.array(spans),
+            np.array(lows, np.int32),
+            starts,
+            index,
+            values,
+            most,
+            counts,
+        )
+        found = []
+        for scan, start, collected, largest in zip(
+            scans, starts.tolist(), counts.tolist(), most.tolist(), strict=False
+        ):
+            stop = start + collected
+            if largest >= INF_BITS:
+                found.append(Found(False))
+            elif scan.above is None or collected >= scan.capacity:
+                found.append(Found(True))
+            else:
+                found.append(Found(True, above=Sparse(index[start:stop], values[start:stop])))
+        return found
+
+    def inspect(self, x: Array, scan: Scan) -> Found:
+        if scan.halves is not None and scan == Scan(halves=scan.halves) and plain(x):
+            scale, limit, out = scan.halves
+            if 0 < limit <= FP16_MAX and plain(out, dtype=np.float16) and out.size == x.size:
+                clipped, most = clipped_to_fp16(x, scale, limit, out)
+                return Found(True, saturated=clipped) if most < INF_BITS else Found(False)
+        if scan != Scan(moments=True, largest=True) or not plain(x):
+            return super().inspect(x, scan)
+        total = np.zeros(statistics.LANES)
+        squares = np.zeros(statistics.LANES)
+        most = statistics.moments_and_largest(x, total, squares)
+        if most >= INF_BITS:
+            return Found(False)
+        return Found(True, moments_of(total.sum(), squares.sum(), x.size), largest=magnitude_of(most))
+
+    def subtract(self, x: Array, own: Array | Sparse | Coded, factor: float) -> None:
+        if isinstance(own, Joined):
+            for part, piece in _pieces(x, own):
+                self.subtract(part, piece, factor)
+        elif plain_outer(own, x, factor):
+            matrices.outer(*as_matrices(own, x), np.float32(own.scale * factor), True)
+        elif isinstance(own, Spectra) and plain(x):
+            write_spectra(own, factor, x, subtract=True)
+        elif isinstance(own, Coded):
+            if factor != 1.0 or not coded.subtract(x, own):
+                self.subtract(x, self.dense(own), factor)
+        elif plain_sparse(own, x):
+            kernels.add_at(x, own.index, own.values, -np.float32(factor))  # x − v and x + (−v) are the same float
+        elif not isinstance(own, Sparse) and factor != 1.0 and plain(x, own):
+            kernels.subtract(x, own, np.float32(factor))
+        else:
+            super().subtract(x, own, factor)
+
+    def merge(self, a: Sparse, b: Sparse, n: int) -> Sparse:
+        if plain(a.values) and plain(b.values) and a.index.size == a.values.size and b.index.size == b.values.size:
+            index = pool.empty(a.index.size + b.index.size, index_dtype(n))
+            values = pool.empty(index.size, np.float32)
+            found = kernels.merge(int64(a.index), a.values, int64(b.index), b.values, index, values)
+            if found >= 0:
+                return Sparse(index[:found], values[:found])
+        return super().merge(a, b, n)
+
+    def write_parts(self, outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
+        shares: Sequence[Any] = total.each if isinstance(total, Shares) else [total]
+        if not isinstance(total, Sparse | Shares | Spectra | Outer):
+            ends = list(itertools.accumulate(map(len, outs)))
+            for out, end in zip(outs, ends, strict=True):
+                self.write(out, piece_of(total, end - len(out), end), factor)
+            return
+        if not (all(map(plain, outs)) and all(is_plain_sparse(share) for share in shares)):
+            super().write_parts(outs, total, factor)
+            return
+        index, values = (np.concatenate(each) if len(shares) > 1 else each[0] for each in zip(*shares, strict=True))
+        bounds = np.cumsum([0, *(out.size for out in outs)])
+        kernels.write_runs(_addresses(outs), bounds, index, values, np.float32(factor))
+
+    def write(self, out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
+        if isinstance(total, Shares):
+            if not all(plain_sparse(share, out) for share in total.each):
+                super().write(out, total, factor)
+                return
+            self.write_parts([out], total, factor)
+        elif isinstance(total, Joined):
+            for part, piece in _pieces(out, total):
+                self.write(part, piece, factor)
+        elif plain_outer(total, out, factor):
+            matrices.outer(*as_matrices(total, out), np.float32(total.scale * factor), False)
+        elif isinstance(total, Spectra) and plain(out):
+            write_spectra(total, factor, out, subtract=False)
+        elif isinstance(total, Coded):
+            if not coded.write(out, total, factor):
+                super().write(out, super().dense(total), factor)
+        elif plain_sparse(total, out):
+            _clear(out)
+            kernels.add_at(out, total.index, total.values, np.float32(factor))
+        else:
+            super().write(out, total, factor)
+
+    def dense(self, x: Array | Coded) -> Array:
+        if not isinstance(x, Coded):
+            return x
+        out = np.empty(x.size, np.float32)
+        if not coded.write(out, x, 1.0):
+            self.write(out, x, 1.0)
+        return out
+
+    def scaled(self, x: Array, factor: float, limit: float = FP32_MAX) -> Array:
+        if not plain(x):
+            return super().scaled(x, factor, limit)
+        out = np.empty(x.size, np.float32)
+        kernels.scaled(x, np.float32(factor), np.float32(limit), out)
+        return out

@@ -7,7 +7,7 @@ vector's elements it sets out = (out ± values)·factor or, without ``add``, out
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,11 @@ from hvdcompress.ops.numba._kernels import codes, floats, levels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.shared import filled
-from hvdcompress.ops.vectors import Coded, Codes, Fields, Half, LevelCodes, Sum
+from hvdcompress.ops.vectors import Coded, Codes, Fields, Half, Sum
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 _CACHED = 1 << 19  # number of elements that stay in the cache while the shares of all ranks are added to them
 _ALIGN = 1 << 12  # threads start at multiples, which are the first codes of a byte, a word and a kernel's block
-_EXACT = np.uint32(0xFFFFFF00)  # keeps 16 significant bits of a float32: its products with levels are exact
 _MAX_WIDTH = 16  # maximum bits per field that the kernel can read
 
 #: (out, index of the element out[0], add, sign ±1, factor) -> None
@@ -60,8 +59,6 @@ def adder(share: Any) -> Adder | None:
     """Return the adder of a coded vector or an array, or None if no kernel accepts it."""
     if isinstance(share, Codes):
         return _of_codes(share)
-    if isinstance(share, LevelCodes):
-        return _of_levels(share)
     if isinstance(share, Fields):
         return _of_fields(share)
     if isinstance(share, Half):
@@ -70,45 +67,29 @@ def adder(share: Any) -> Adder | None:
 
 
 def _of_codes(share: Codes) -> Adder | None:
-    buffer, norms, bucket, bits, begin, size = share
-    bucket = bucket if bits > 1 else max(begin + size, 1)
-    if not _suffice(buffer, norms, bucket, bits, begin + size):
-        return None
-    high, low = _inverse_levels(bits)
-    norm_bits = norms.view(np.int32)
-
-    def add_to(out: Array, first: int, add: bool, sign: np.float32, factor: np.float32) -> None:
-        codes.add_codes(buffer, norm_bits, bucket, bits, high, low, begin + first, out, add, sign, factor)
-
-    return add_to
-
-
-def _suffice(buffer: Array, norms: Array, bucket: int, bits: int, stop: int) -> bool:
-    """Return whether the kernels accept codes and norms, and these are enough for ``stop`` elements."""
-    if not plain(buffer, dtype=np.uint8) or not plain(norms):
-        return False
-    return norms.size * bucket >= stop and buffer.size * 8 >= stop * bits
-
-
-@cache
-def _inverse_levels(bits: int) -> tuple[np.float32, np.float32]:
-    """Return 1/s, s = 2^(bits − 1) − 1, as a sum of two float32 numbers; level times the first one is exact."""
-    whole = 1.0 / max((1 << (bits - 1)) - 1, 1)
-    [high] = (np.array([whole], np.float32).view(np.uint32) & _EXACT).view(np.float32)
-    return high, np.float32(whole - float(high))
-
-
-def _of_levels(share: LevelCodes) -> Adder | None:
     buffer, norms, bucket, table, bits, begin, size = share
-    if not _suffice(buffer, norms, bucket, bits, begin + size):
+    if not plain(buffer, dtype=np.uint8) or not plain(norms):
+        return None
+    if norms.size * bucket < begin + size or buffer.size * 8 < (begin + size) * bits:
         return None
     norm_bits = norms.view(np.int32)
-    every = filled(table, 1 << bits, table[-1])
+    every = _levels(table.tobytes(), bits)
 
     def add_to(out: Array, first: int, add: bool, sign: np.float32, factor: np.float32) -> None:
         levels.add_levels(buffer, norm_bits, bucket, every, bits, begin + first, out, add, sign, factor)
 
     return add_to
+
+
+@lru_cache
+def _levels(table: bytes, bits: int) -> Array:
+    """Return ``levels`` of ``kernels.levels.unpack`` for a table of levels, float32 as bytes."""
+    given = np.frombuffer(table, np.float32)
+    every = filled(given, 1 << bits, given[-1])
+    if 8 % bits:
+        return every
+    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & ((1 << bits) - 1)
+    return every[codes].ravel()
 
 
 def _of_fields(share: Fields) -> Adder | None:

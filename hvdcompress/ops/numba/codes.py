@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
 
 import numpy as np
 
-from hvdcompress.ops import numpy as reference
 from hvdcompress.ops import pool
-from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import codes as kernels
+from hvdcompress.ops.numba._kernels import levels as levels_kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.numba.threads import in_ranges
-from hvdcompress.ops.shared import half_bits, index_dtype, round_keys
-from hvdcompress.ops.vectors import Codes, Fields
+from hvdcompress.ops.numpy import NumpyOps
+from hvdcompress.ops.shared import filled, half_bits, index_dtype, level_edges, round_keys
 from hvdcompress.ops.vectors import NumpyArray as Array
-
-
-def distinct_indices(key: Array, k: int, n: int) -> Array:
-    half = half_bits(n)
-    dtype = np.int32 if half < 16 else np.int64  # must also hold the indices beyond n that are drawn again
-    out = pool.empty(k, dtype)
-    other = pool.empty(k, dtype)
-    swapped = kernels.distinct_indices(half, round_keys(key), n, out, other)
-    return (other if swapped else out).astype(index_dtype(n), copy=False)
-
-
-def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array, out: Array | None = None) -> Array:
-    codes = np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
-    if not _fits(x, norms, bucket, codes):
-        return reference.quantize(x, norms, bucket, bits, key, out)
-    _quantize(x, norms, False, bucket, bits, key, codes)
-    return codes
-
-
-def quantize_max(x: Array, bucket: int, bits: int, key: Array, out: Array | None = None) -> tuple[Array, Array]:
-    bucket = max(1, min(bucket, x.size))
-    codes = np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
-    norms = np.empty(-(-x.size // bucket), np.float32)
-    if not _fits(x, norms, bucket, codes):
-        return reference.quantize_max(x, bucket, bits, key, out)
-    _quantize(x, norms, True, bucket, bits, key, codes)
-    return norms, codes
-
-
-def _quantize(x: Array, norms: Array, find: bool, bucket: int, bits: int, key: Array, codes: Array) -> None:
-    given = x, x.view(np.int32), norms, norms.view(np.int32), find, bucket, bits, key[0], codes
-    align = math.lcm(bucket, kernels.BLOCK)  # one thread computes the norm of a bucket
-    in_ranges(lambda start, stop: kernels.quantize(*given, start, stop), x.size, align)
 
 
 def _fits(x: Array, norms: Array, bucket: int, codes: Array) -> bool:
@@ -55,42 +21,80 @@ def _fits(x: Array, norms: Array, bucket: int, codes: Array) -> bool:
     return enough and plain(x) and plain(norms) and plain(codes, dtype=np.uint8)
 
 
-def quantize_fields(x: Array, limit: float, norm: Array, width: int, key: Array, out: Array | None = None) -> Array:
-    words = np.empty(-(-x.size // (32 // width)), np.int32) if out is None else out
-    if not x.size or not plain(x) or not plain(words, dtype=np.int32) or words.size != -(-x.size // (32 // width)):
-        return reference.quantize_fields(x, limit, norm, width, key, out)
-    unit = np.float32(norm[0])
-    per = 32 // width
-    given = x, np.float32(limit), unit if unit > 0 else ONE, width, key[0], words
-    align = kernels.BLOCK // per * per
-    in_ranges(lambda start, stop: kernels.quantize_fields(*given, start, stop), x.size, align)
-    return words
+@lru_cache
+def _search_tables(table: bytes, bits: int, nearest: bool) -> tuple[Array, Array] | None:
+    """Return ``steps`` and ``pairs`` of ``kernels.encode`` for a table of levels, float32 as bytes.
+
+    None if two edges are so near to each other that the kernel cannot tell between which of them a number is.
+    """
+    levels = np.frombuffer(table, np.float32)
+    edges = (level_edges(levels, nearest) + np.float32(0)).view(np.uint32)  # −0 becomes 0
+    edges = np.where(edges >> 31, ~edges, edges | np.uint32(1 << 31))  # unsigned integers in the edges' order
+    at = edges >> 16
+    if (at[1:] == at[:-1]).any():
+        return None
+    steps = np.searchsorted(at, np.arange(1 << 16)).astype(np.uint32) << 16
+    steps[at] += np.uint32(0xFFFF) - (edges & np.uint32(0xFFFF))
+    padded = filled(levels, (1 << bits) + 1)
+    with np.errstate(invalid="ignore"):  # Inf − Inf: no code is beyond the last level
+        pairs = np.stack([padded[:-1], padded[1:] - padded[:-1]], axis=1)
+    return steps, pairs.view(np.uint64).ravel()
 
 
-def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
-    out = np.empty(count, np.float32)
-    if not coded.write(out, Codes(buffer, norms, bucket, bits, 0, count), 1.0):
-        return reference.dequantize(buffer, norms, bucket, bits, count)
-    return out
+class CodeOps(NumpyOps):
+    """Stochastic rounding, signs, and packed fields."""
 
+    def distinct_indices(self, key: Array, k: int, n: int) -> Array:
+        half = half_bits(n)
+        dtype = np.int32 if half < 16 else np.int64  # must also hold the indices beyond n that are drawn again
+        out = pool.empty(k, dtype)
+        other = pool.empty(k, dtype)
+        swapped = kernels.distinct_indices(half, round_keys(key), n, out, other)
+        return (other if swapped else out).astype(index_dtype(n), copy=False)
 
-def pack_signs(x: Array) -> Array:
-    if not plain(x):
-        return reference.pack_signs(x)
-    out = np.empty(-(-x.size // 8), np.uint8)
-    kernels.pack_signs(x, np.zeros(kernels.BLOCK, np.int8), out)
-    return out
+    def quantize(self, x: Array, norms: Array, bucket: int, bits: int, key: Array, out: Array | None = None) -> Array:
+        codes = np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
+        if not _fits(x, norms, bucket, codes):
+            return super().quantize(x, norms, bucket, bits, key, out)
+        given = x, x.view(np.int32), norms, bucket, bits, key[0], codes
+        in_ranges(lambda start, stop: kernels.quantize(*given, start, stop), x.size, kernels.BLOCK)
+        return codes
 
+    def quantize_fields(
+        self, x: Array, limit: float, norm: Array, width: int, key: Array, out: Array | None = None
+    ) -> Array:
+        words = np.empty(-(-x.size // (32 // width)), np.int32) if out is None else out
+        if not x.size or not plain(x) or not plain(words, dtype=np.int32) or words.size != -(-x.size // (32 // width)):
+            return super().quantize_fields(x, limit, norm, width, key, out)
+        unit = np.float32(norm[0])
+        per = 32 // width
+        given = x, np.float32(limit), unit if unit > 0 else ONE, width, key[0], words
+        align = kernels.BLOCK // per * per
+        in_ranges(lambda start, stop: kernels.quantize_fields(*given, start, stop), x.size, align)
+        return words
 
-def unpack_signs(buffer: Array, scale: Array, count: int) -> Array:
-    out = np.empty(count, np.float32)
-    if not coded.write(out, Codes(buffer, scale, max(count, 1), 1, 0, count), 1.0):
-        return reference.unpack_signs(buffer, scale, count)
-    return out
+    def pack_signs(self, x: Array) -> Array:
+        if not plain(x):
+            return super().pack_signs(x)
+        out = np.empty(-(-x.size // 8), np.uint8)
+        kernels.pack_signs(x, np.zeros(kernels.BLOCK, np.int8), out)
+        return out
 
-
-def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
-    out = np.empty(count, np.float32)
-    if not coded.write(out, Fields(words, width, bound, np.ones(1, np.float32), 0, count), 1.0):
-        return reference.unpack_fields(words, width, count, bound)
-    return out
+    def encode_levels(
+        self,
+        x: Array,
+        norms: Array,
+        bucket: int,
+        levels: Array,
+        bits: int,
+        key: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        codes = np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
+        tables = _search_tables(levels.tobytes(), bits, key is None)
+        if not _fits(x, norms, bucket, codes) or not tables:
+            return super().encode_levels(x, norms, bucket, levels, bits, key, out)
+        random = key is not None, np.uint32(0) if key is None else key[0]
+        given = x, norms, bucket, *tables, bits, *random, codes
+        in_ranges(lambda start, stop: levels_kernels.encode(*given, start, stop), x.size, levels_kernels.BLOCK)
+        return codes

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.ops import numpy as reference
 from hvdcompress.ops import pool
 from hvdcompress.ops.numba._kernels import memory as kernels
 from hvdcompress.ops.numba.arrays import FLOAT32, INDICES, plain
+from hvdcompress.ops.numpy import NumpyOps
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 INT8 = np.dtype(np.int8)
@@ -24,37 +24,30 @@ def joined(arrays: Sequence[Array]) -> Array:
     return np.concatenate(arrays, out=out)
 
 
-def take(x: Array, index: Array) -> Array:
-    if x.dtype not in WORDS or not plain(x, dtype=x.dtype) or not _is_plain_index(index):
-        return reference.take(x, index)
-    out = pool.empty(index.size, x.dtype)
-    word = WORDS[x.dtype]
-    kernels.take(x.view(word), index, out.view(word))
-    return out
-
-
-def stamp(stamps: Array, now: int, index: Array, out: Array) -> Array:
-    if not (plain(stamps, out, dtype=INT8) and _is_plain_index(index)):
-        return reference.stamp(stamps, now, index, out)
-    ages = pool.empty(index.size, INT8)
-    kernels.stamp(stamps, np.int8(now), index, out, ages)
-    return ages
-
-
-def take_weighted(x: Array, index: Array, weights: Array, which: Array) -> Array:
-    if not (plain(x, weights) and plain(which, dtype=INT8) and _is_plain_index(index)):
-        return reference.take_weighted(x, index, weights, which)
-    out = pool.empty(index.size, FLOAT32)
-    kernels.take_weighted(x, index, weights, which, out)
-    return out
-
-
-def add_once(x: Array, index: Array, values: Array, factor: float) -> None:
-    if not (plain(x, values) and _is_plain_index(index)):
-        return reference.add_once(x, index, values, factor)
-    kernels.add_once(x, index, values, np.float32(factor), pool.empty(index.size, FLOAT32))
-    return None
-
-
 def _is_plain_index(index: Array) -> bool:
     return index.dtype in INDICES and plain(index, dtype=index.dtype)
+
+
+class MemoryOps(NumpyOps):
+    """Read and write elements by index."""
+
+    def take(self, x: Array, index: Array) -> Array:
+        if x.dtype not in WORDS or not plain(x, dtype=x.dtype) or not _is_plain_index(index):
+            return super().take(x, index)
+        out = pool.empty(index.size, x.dtype)
+        word = WORDS[x.dtype]
+        kernels.take(x.view(word), index, out.view(word))
+        return out
+
+    def stamp(self, stamps: Array, now: int, index: Array, out: Array) -> Array:
+        if not (plain(stamps, out, dtype=INT8) and _is_plain_index(index)):
+            return super().stamp(stamps, now, index, out)
+        ages = pool.empty(index.size, INT8)
+        kernels.stamp(stamps, np.int8(now), index, out, ages)
+        return ages
+
+    def add_once(self, x: Array, index: Array, values: Array, factor: float) -> None:
+        if not (plain(x, values) and _is_plain_index(index)):
+            return super().add_once(x, index, values, factor)
+        kernels.add_once(x, index, values, np.float32(factor), pool.empty(index.size, FLOAT32))
+        return None

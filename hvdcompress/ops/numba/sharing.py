@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdcompress.ops import numba, numpy
+from hvdcompress.ops.numba import NumbaOps, ops
 from hvdcompress.ops.numba._kernels.compiling import LOCKS, folder
+from hvdcompress.ops.numpy import NumpyOps
+from hvdcompress.ops.spec import Ops
 
 __all__ = ["SharedOps", "nothing_is_compiled"]
 
@@ -16,7 +19,7 @@ def nothing_is_compiled() -> bool:
     return not any(Path(folder()).glob("*.nbc"))
 
 
-class SharedOps:
+class SharedOps(NumpyOps):
     """The ops of ``ops/numba``, except that an op which another process of this host compiles is ``ops/numpy``'s.
 
     Both return the same bytes, so that a process which finds an op taken goes on to the next one, and compiles that.
@@ -28,11 +31,13 @@ class SharedOps:
     def __init__(self) -> None:
         self.skipped = False
         self._folder = folder()
+        for name in vars(Ops):
+            if name[0] != "_" and getattr(NumbaOps, name) is not getattr(NumpyOps, name):  # it has a kernel
+                setattr(self, name, self._shared(name))
 
-    def __getattr__(self, name: str) -> Any:
-        compiled, plain = getattr(numba, name), getattr(numpy, name)
-        if compiled is plain:
-            return plain
+    def _shared(self, name: str) -> Callable[..., Any]:
+        compiled = getattr(ops, name)
+        plain = getattr(self, name)
 
         def op(*args: Any, **options: Any) -> Any:
             with LOCKS.holding(self._folder, f"op {name}", wait=False) as mine:

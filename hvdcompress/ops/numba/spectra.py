@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from hvdcompress.ops import numpy as reference
 from hvdcompress.ops import pool
 from hvdcompress.ops.numba._kernels import spectra as kernels
 from hvdcompress.ops.numba.arrays import int64, plain
 from hvdcompress.ops.numba.memory import joined
-from hvdcompress.ops.numba.selection import indices_of_largest, kth_magnitude
+from hvdcompress.ops.numba.selection import indices_of_largest
+from hvdcompress.ops.numpy import NumpyOps
 from hvdcompress.ops.shared import bins, forward_scale, index_dtype, inverse_scale
 from hvdcompress.ops.vectors import NumpyArray as Array
 from hvdcompress.ops.vectors import Sparse, Spectra
@@ -24,42 +24,6 @@ _PIECE = 1 << 18  # elements per piece, approximately: a piece and its spectrum 
 _FEW = 128  # up to this number of blocks, the spectrum stays in the cache and is computed once
 _SAMPLE = 16  # number of blocks that are sampled to estimate the k-th magnitude
 _SURPLUS = 1.3  # the estimate aims at this multiple of k frequencies
-
-
-def magnitudes(pairs: Array) -> Array:
-    if not plain(pairs):
-        return reference.magnitudes(pairs)
-    out = np.empty(pairs.size // 2, np.float32)
-    kernels.magnitudes(pairs, out)
-    return out
-
-
-def largest_frequencies(x: Array, block: int, k: int) -> Sparse:
-    if not plain(x) or not x.size:
-        return reference.largest_frequencies(x, block, k)
-    few = x.size // block < _FEW
-    whole = list(_spectra(x, block)) if few else []
-    low = _sampled(joined(whole) if few else _spectrum_of_some(x, block), k / bins(x.size, block))
-    for least in (low, low / 4, 0.0):  # try again if the estimate was too high
-        index, pairs = _strong(whole or _spectra(x, block), least)
-        found = magnitudes(pairs)
-        if np.count_nonzero(found >= least) >= k:  # then the k largest are among these
-            break
-    chosen, _ = indices_of_largest(found, k)
-    return Sparse(index[chosen], pairs.view(np.complex64)[chosen].view(np.float32))
-
-
-def _spectrum_of_some(x: Array, block: int) -> Array:
-    blocks = x[: x.size // block * block].reshape(-1, block)
-    return reference.rfft(blocks[:: blocks.shape[0] // _SAMPLE].ravel(), block)
-
-
-def _sampled(pairs: Array, share: float) -> float:
-    """Estimate from a sample of pairs a magnitude that somewhat more than ``share`` of all frequencies reach."""
-    some = pairs.view(np.complex64)[:: (pairs.size >> 15) | 1]  # odd: not always the same bins
-    found = magnitudes(np.ascontiguousarray(some).view(np.float32))
-    count = min(round(_SURPLUS * share * found.size) + 30, found.size)
-    return kth_magnitude(found, count)
 
 
 def _strong(spectra: Iterable[Array], least: float) -> tuple[Array, Array]:
@@ -126,3 +90,41 @@ def _pieces(x: Array, block: int) -> Iterator[tuple[Array, int]]:
         yield x[start : min(start + step, whole)], block
     if whole < x.size:
         yield x[whole:], x.size - whole
+
+
+def _magnitudes(pairs: Array) -> Array:
+    out = np.empty(pairs.size // 2, np.float32)
+    kernels.magnitudes(pairs, out)
+    return out
+
+
+def _some_blocks(x: Array, block: int) -> Array:
+    blocks = x[: x.size // block * block].reshape(-1, block)
+    return blocks[:: blocks.shape[0] // _SAMPLE].ravel()
+
+
+class SpectrumOps(NumpyOps):
+    """Transforms of pieces that stay in the cache."""
+
+    def largest_frequencies(self, x: Array, block: int, k: int) -> Sparse:
+        if not plain(x) or not x.size:
+            return super().largest_frequencies(x, block, k)
+        few = x.size // block < _FEW
+        whole = list(_spectra(x, block)) if few else []
+        low = self._sampled(
+            joined(whole) if few else joined(list(_spectra(_some_blocks(x, block), block))), k / bins(x.size, block)
+        )
+        for least in (low, low / 4, 0.0):  # try again if the estimate was too high
+            index, pairs = _strong(whole or _spectra(x, block), least)
+            found = _magnitudes(pairs)
+            if np.count_nonzero(found >= least) >= k:  # then the k largest are among these
+                break
+        chosen, _ = indices_of_largest(found, k)
+        return Sparse(index[chosen], pairs.view(np.complex64)[chosen].view(np.float32))
+
+    def _sampled(self, pairs: Array, share: float) -> float:
+        """Estimate from a sample of pairs a magnitude that somewhat more than ``share`` of all frequencies reach."""
+        some = pairs.view(np.complex64)[:: (pairs.size >> 15) | 1]  # odd: not always the same bins
+        found = _magnitudes(np.ascontiguousarray(some).view(np.float32))
+        count = min(round(_SURPLUS * share * found.size) + 30, found.size)
+        return self.kth_magnitude(found, count)

@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import numpy as np
 import torch
 
-from hvdcompress.ops import torch as general
+from hvdcompress.ops.shared import filled, level_edges
+from hvdcompress.ops.torch import TorchOps, signed
 from hvdcompress.ops.triton._kernels import codes as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
-from hvdcompress.ops.triton.tensors import empty, plain, plain_bytes
-from hvdcompress.ops.vectors import Array, NumpyArray
+from hvdcompress.ops.triton.tensors import INDICES, empty, plain, plain_bytes
+from hvdcompress.ops.vectors import Array, Codes, NumpyArray
 
+MAX_BITS = 9  #: bits per index that the kernel looks up
+MAX_WIDTH = 56  #: bits per integer: the kernel holds an integer and up to 7 bits before it in 64 bits
 ROWS = BLOCK // 8  # rows per program; a row is eight elements, whose codes fill whole bytes
-
-
-def uniform(key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
-    out = empty(count, torch.float32, like)
-    launch(kernels.uniform, blocks(count), like, out, word(key), start, count, BLOCK=BLOCK)
-    return out
-
-
-def quantize(x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None) -> Array:
-    n = len(x)
-    codes = empty(-(-n * bits // 8), torch.uint8, x) if out is None else out
-    if not plain(x) or not plain(norms) or not plain_bytes(codes):
-        return general.quantize(x, norms, bucket, bits, key, out)
-    given = x, norms, codes, word(key), n, len(codes)
-    launch(kernels.quantize, blocks(n), x, *given, BUCKET=bucket_constant(bucket, norms, n), BITS=bits, ROWS=ROWS)
-    return codes
-
-
-def quantize_max(x: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None) -> tuple[Array, Array]:
-    norms = general.bucket_norms(x, bucket, "max")
-    return norms, quantize(x, norms, bucket, bits, key, out)
-
-
-def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
-    if not plain_bytes(buffer) or not plain(norms) or not count:
-        return general.dequantize(buffer, norms, bucket, bits, count)
-    out = empty(count, torch.float32, buffer)
-    constants = {"BUCKET": bucket_constant(bucket, norms, count), "BITS": bits, "ADD": False, "ROWS": ROWS}
-    launch(kernels.dequantize, blocks(count), buffer, buffer, norms, out, count, len(buffer), **constants)
-    return out
-
-
-def word(key: NumpyArray) -> int:
-    """Return the int32 with the bits of a key, so that all keys have one type."""
-    word = int(key[0])
-    return word - (word >> 31 << 32)
 
 
 def bucket_constant(bucket: int, norms: Array, n: int) -> int:
@@ -60,17 +30,74 @@ def bucket_constant(bucket: int, norms: Array, n: int) -> int:
     return 0 if bucket >= n else bucket
 
 
-def pack_signs(x: Array) -> Array:
-    if not plain(x):
-        return general.pack_signs(x)
-    out = empty(-(-len(x) // 8), torch.uint8, x)
-    launch(kernels.pack_signs, blocks(len(x)), x, x, out, len(x), len(out), ROWS=ROWS)
-    return out
+@lru_cache
+def _tables(levels: bytes, bits: int, nearest: bool, device: torch.device) -> tuple[Array, Array]:
+    """Return ``edges`` and ``levels`` of ``kernels.encode`` for a table of levels, float32 as bytes."""
+    table = np.frombuffer(levels, np.float32)
+    edges = filled(level_edges(table, nearest), 1 << bits)
+    return torch.from_numpy(edges).to(device), torch.from_numpy(filled(table, (1 << bits) + 1)).to(device)
 
 
-def unpack_signs(buffer: Array, scale: Array, count: int) -> Array:
-    if not plain_bytes(buffer) or not plain(scale) or not count:
-        return general.unpack_signs(buffer, scale, count)
-    out = empty(count, torch.float32, buffer)
-    launch(kernels.unpack_signs, blocks(count), buffer, buffer, scale, out, count, len(buffer), BLOCK=BLOCK)
-    return out
+@lru_cache
+def _table(levels: bytes, bits: int, device: torch.device) -> Array:
+    """Return ``levels`` of ``kernels.decode`` for a table of levels, float32 as bytes."""
+    table = np.frombuffer(levels, np.float32)
+    return torch.from_numpy(filled(table, 1 << bits, table[-1])).to(device)
+
+
+class CodeOps(TorchOps):
+    """Stochastic rounding, levels, signs."""
+
+    def uniform(self, key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
+        out = empty(count, torch.float32, like)
+        launch(kernels.uniform, blocks(count), like, out, signed(int(key[0])), start, count, BLOCK=BLOCK)
+        return out
+
+    def quantize(
+        self, x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None
+    ) -> Array:
+        n = len(x)
+        codes = empty(-(-n * bits // 8), torch.uint8, x) if out is None else out
+        if not plain(x) or not plain(norms) or not plain_bytes(codes):
+            return super().quantize(x, norms, bucket, bits, key, out)
+        given = x, norms, codes, signed(int(key[0])), n, len(codes)
+        launch(kernels.quantize, blocks(n), x, *given, BUCKET=bucket_constant(bucket, norms, n), BITS=bits, ROWS=ROWS)
+        return codes
+
+    def encode_levels(
+        self,
+        x: Array,
+        norms: Array,
+        bucket: int,
+        levels: NumpyArray,
+        bits: int,
+        key: NumpyArray | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        n = len(x)
+        codes = empty(-(-n * bits // 8), torch.uint8, x) if out is None else out
+        if bits > 8 or not plain(x) or not plain(norms) or not plain_bytes(codes):
+            return super().encode_levels(x, norms, bucket, levels, bits, key, out)
+        given = x, norms, *_tables(levels.tobytes(), bits, key is None, x.device)
+        seed = 0 if key is None else signed(int(key[0]))
+        constants = {"BUCKET": bucket_constant(bucket, norms, n), "BITS": bits, "RANDOM": key is not None}
+        launch(kernels.encode, blocks(n), x, *given, codes, seed, n, len(codes), **constants, ROWS=ROWS)
+        return codes
+
+    def _look_up(self, x: Codes) -> Array:
+        count = x.start + x.size
+        if x.bits > MAX_BITS or not plain_bytes(x.codes) or not plain(x.norms) or not count:
+            return super()._look_up(x)
+        out = empty(count, torch.float32, x.codes)
+        table = _table(x.table.tobytes(), x.bits, x.codes.device)
+        constants = {"BUCKET": bucket_constant(x.bucket, x.norms, count), "BITS": x.bits, "BLOCK": BLOCK}
+        launch(kernels.decode, blocks(count), out, x.codes, x.norms, table, out, count, len(x.codes), **constants)
+        return out[x.start :]
+
+    def pack_bits(self, values: Array, width: int) -> Array:
+        if not 0 < width <= MAX_WIDTH or values.dtype not in INDICES or not plain(values, dtype=values.dtype):
+            return super().pack_bits(values, width)
+        out = empty(-(-len(values) * width // 8), torch.uint8, values)
+        given = values, out, len(values), len(out)
+        launch(kernels.pack_bits, blocks(len(out)), values, *given, WIDTH=width, BLOCK=BLOCK)
+        return out

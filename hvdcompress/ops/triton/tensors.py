@@ -1,19 +1,16 @@
 """Checks of whether the kernels accept a tensor. All other tensors go to ops/torch.
 
-The host waits for the device as :mod:`hvdcompress.ops.torch.tensors` lists, with these differences: ``accumulate`` with
-``Scan.above`` waits once, for the finite flag and the number of elements together. ``top_k``, ``write`` and
-``zero_where`` do not wait.
+The host waits for the device as :mod:`hvdcompress.ops.torch` lists, with these differences: ``accumulate`` with
+``Scan.above`` waits once, for the finite flag and the number of elements together. ``top_k`` and ``write``
+do not wait.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
-
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.torch.tensors import dtype_of
-from hvdcompress.ops.vectors import Array, Sparse
+from hvdcompress.ops.vectors import Array
 
 INDICES = (torch.int32, torch.int64)
 
@@ -29,11 +26,10 @@ def plain_bytes(buffer: Array) -> bool:
     return buffer.dtype == torch.uint8 and buffer.is_contiguous()
 
 
-def plain_sparse(y: Any) -> TypeGuard[Sparse]:
-    """Return whether the kernels accept ``y`` as a sparse vector."""
-    if not isinstance(y, Sparse) or y.index.dtype not in INDICES or not y.index.is_contiguous():
-        return False
-    return plain(y.values) and len(y.index) == len(y.values)
+def plain_sparse(index: Array, values: Array) -> bool:
+    """Return whether the kernels accept the entries of a sparse vector."""
+    dtype = values.dtype
+    return plain(values, dtype=dtype) and plain(index, dtype=index.dtype) and len(index) == len(values)
 
 
 def empty(size: int, dtype: torch.dtype, like: Array) -> Array:
@@ -43,4 +39,4 @@ def empty(size: int, dtype: torch.dtype, like: Array) -> Array:
 
 def indices(size: int, n: int, like: Array) -> Array:
     """Return an uninitialized tensor for ``size`` indices of a vector of n elements."""
-    return empty(size, dtype_of(index_dtype(n)), like)
+    return empty(size, getattr(torch, index_dtype(n)), like)

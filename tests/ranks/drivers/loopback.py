@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.telemetry.describe import describe
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.plan import plan_of
 from hvdcompress.testing import Trial
 from tests.ranks.drivers.base import Arrays, Counter, Driver, Handle, Shapes

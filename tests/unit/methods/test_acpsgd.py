@@ -7,7 +7,7 @@ import pytest
 
 from hvdcompress import ops
 from hvdcompress.loopback import Loopback
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.ops.scan import Product, Scan
 from hvdcompress.ops.vectors import Outer
 from hvdcompress.testing import numbers

@@ -14,7 +14,7 @@ import hvdcompress
 from hvdcompress import registry
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec, Workspace
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.plan import load_plan
 from hvdcompress.testing import numbers
 from tests.oracles.dgc import Oracle

@@ -11,7 +11,7 @@ import hvdcompress
 from hvdcompress import testing
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec, Workspace
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.testing import Trial, check_method, numbers
 from tests.oracles.fft import Oracle
 from tests.unit.methods.comparing import assert_matches_oracle

@@ -8,7 +8,7 @@ import pytest
 import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec, Workspace
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.parts import candidates, select
 from hvdcompress.testing import Trial, numbers
 from tests.oracles.gaussiank import Oracle, authors_rule, sent_by_the_authors_rule

@@ -11,7 +11,7 @@ import hvdcompress
 from hvdcompress.engine import rehearsal
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, Reduced, TensorSpec, Workspace
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.parts import matrices
 from hvdcompress.parts.wire import WireError
 from hvdcompress.testing import Trial, numbers

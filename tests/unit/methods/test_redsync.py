@@ -8,7 +8,7 @@ import pytest
 import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec, Workspace
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.testing import Trial, numbers
 from tests.oracles.redsync import FRESH, Oracle
 from tests.unit.methods.comparing import assert_matches_oracle

@@ -15,7 +15,7 @@ import pytest
 
 from hvdcompress.loopback import Loopback, warm_up
 from hvdcompress.method import TensorSpec
-from hvdcompress.ops import numba as numba_ops
+from hvdcompress.ops.numba import ops as numba_ops
 from hvdcompress.ops.numba._kernels import compiling
 from hvdcompress.ops.numba._kernels.compiling import LOCKS
 from hvdcompress.ops.numba.sharing import SharedOps

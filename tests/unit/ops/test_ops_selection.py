@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from tests.unit.ops.comparing import Put, get
 from tests.unit.ops.inputs import vector
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from hvdcompress import launchers
-from hvdcompress.ops import numba as ops
-from hvdcompress.ops.numba import threads
+from hvdcompress.ops.numba import ops, threads
 from tests.unit.ops.calls import CALLS, TO_ROUNDING
 from tests.unit.ops.comparing import Put, get, own_ops
 

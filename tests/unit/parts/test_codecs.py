@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.loopback import Loopback
-from hvdcompress.ops import numpy as ops
+from hvdcompress.ops.numpy import ops
 from hvdcompress.parts.codecs import codec
 from hvdcompress.parts.levels import FORMATS, LevelCodec
 from hvdcompress.parts.quantize import StochasticCodec

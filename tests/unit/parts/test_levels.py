@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hvdcompress.ops import numpy as ops
+from hvdcompress.ops.numpy import ops
 from hvdcompress.parts import rotation
 from hvdcompress.parts.codecs import codec
 from hvdcompress.parts.levels import FORMATS, LevelCodec, levels

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.method import TensorSpec
-from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.parts import matrices
 
 

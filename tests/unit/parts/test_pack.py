@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcompress.ops import numpy as ops
+from hvdcompress.ops.numpy import ops
 from hvdcompress.parts import pack
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.method import Context, TensorSpec, Workspace
-from hvdcompress.ops import numpy as ops
+from hvdcompress.ops.numpy import ops
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.testing import numbers
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdcompress.method import Workspace
-from hvdcompress.ops import numpy as ops
+from hvdcompress.ops.numpy import ops
 from hvdcompress.parts.rangefloat import HEAD, RangeFloatCodec
 from tests.oracles.rangefloat import Oracle, mantissa_of
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import hvdcompress
 from hvdcompress.method import Context, Method, TensorSpec, Workspace
-from hvdcompress.ops import numpy as ops
+from hvdcompress.ops.numpy import ops
 from hvdcompress.parts import wire
 from hvdcompress.parts.wire import Header, WireError
 

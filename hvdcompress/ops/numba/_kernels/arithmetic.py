@@ -179,12 +179,6 @@ def accumulate_argmax(gradient, residual, scale, out, chunk, offset):
 
 
 @compiled
-def blend(x, residual, beta, rest):
-    for i in range(x.size):
-        x[i] = beta * x[i] + rest * residual[i]
-
-
-@compiled
 def subtract(x, own, factor):
     for i in range(x.size):
         x[i] -= factor * own[i]
@@ -227,14 +221,6 @@ def write_runs(outs, bounds, index, values, factor):
                     stop += 1
                 add_from(out, bounds[part], index[cursors[run] : stop], values[cursors[run] : stop], factor)
                 cursors[run] = stop
-
-
-@compiled
-def zero_at(x, index, values):
-    check_indices(index, x.size)
-    for j in range(index.size):
-        if values[j] != 0:
-            x[np.uint64(index[j])] = np.float32(0)
 
 
 @compiled

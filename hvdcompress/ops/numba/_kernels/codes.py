@@ -1,4 +1,4 @@
-"""Kernels of ``numba/codes.py``. They return the same bits as ``numpy/codes.py``.
+"""Kernels of ``numba/codes.py``. They return the same bits as the reference.
 
 The hash is cast to uint32 at each step, because numba would widen it. Each loop does one thing, so that it vectorises;
 its results go to arrays of one BLOCK, which stay in the first-level cache.
@@ -12,13 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops.numba._kernels import flags
-from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
-from hvdcompress.ops.shared import FP32_MAX_BITS, MIX_FACTORS
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
+from hvdcompress.ops.shared import MIX_FACTORS
 
 _FIRST, _SECOND = MIX_FACTORS
-_EACH_BYTE = np.uint64(0x0101010101010101)  # times a byte: 8 copies of the byte
-_BIT_PER_BYTE = np.uint64(0x8040201008040201)  # bit i of byte i
-_CARRY = np.uint64(0x7F7F7F7F7F7F7F7F)  # added to bytes up to 128: the highest bit is set unless the byte is 0
 
 
 @compiled
@@ -128,53 +125,7 @@ def pack(codes, width, out):
                 held >>= np.uint64(8)
 
 
-@compiled
-def unpack(buffer, width, levels):
-    """Decode signs and levels to integers −s … s, with one bit to −1 or 1. ``levels``: [BLOCK] int8."""
-    if width == 8:
-        for j in range(buffer.size):
-            level = np.int8(buffer[j] & np.uint8(0x7F))
-            levels[j] = -level if buffer[j] & np.uint8(0x80) else level
-    elif width == 4:
-        for j in range(buffer.size):
-            low, high = np.int8(buffer[j] & np.uint8(7)), np.int8(buffer[j] >> np.uint8(4) & np.uint8(7))
-            levels[2 * j] = -low if buffer[j] & np.uint8(0x08) else low
-            levels[2 * j + 1] = -high if buffer[j] & np.uint8(0x80) else high
-    elif width == 2:
-        for j in range(buffer.size):
-            for i in range(4):
-                code = buffer[j] >> np.uint8(2 * i)
-                level = np.int8(code & np.uint8(1))
-                levels[4 * j + i] = -level if code & np.uint8(2) else level
-    elif width == 1:
-        eight = levels.view(np.uint64)
-        for j in range(buffer.size):
-            bits = np.uint64(buffer[j]) * _EACH_BYTE & _BIT_PER_BYTE  # byte i has bit i, or 0
-            eight[j] = (bits + _CARRY) >> np.uint64(7) & _EACH_BYTE  # byte i is 1 or 0
-        for i in range(8 * buffer.size):
-            levels[i] = np.int8(1) - np.int8(2) * levels[i]
-    else:
-        sign = np.uint64(1 << (width - 1))
-        for group in range(-(-buffer.size // width)):
-            held = np.uint64(0)
-            first_byte = group * width
-            for i in range(min(width, buffer.size - first_byte)):
-                held |= np.uint64(buffer[first_byte + i]) << np.uint64(8 * i)
-            for i in range(8):
-                level = np.int8(held & (sign - np.uint64(1)))
-                levels[8 * group + i] = -level if held & sign else level
-                held >>= np.uint64(width)
-
-
 # -- levels ----------------------------------------------------------------------------------------------------------
-
-
-@compiled
-def largest(bits):
-    most = np.int32(0)
-    for i in range(bits.size):
-        most = max(most, bits[i] & MAGNITUDE)
-    return most
 
 
 @compiled
@@ -188,8 +139,8 @@ def round_at_random(x, bits, drawn, norm, levels, sign, top, codes):
 
 
 @compiled
-def quantize(x, bits_of_x, norms, norm_bits, find, bucket, width, key, out, begin, end):
-    """Quantize elements ``begin`` to ``end``; with ``find``, set each bucket's norm to its largest magnitude first."""
+def quantize(x, bits_of_x, norms, bucket, width, key, out, begin, end):
+    """Quantize elements ``begin`` to ``end``."""
     levels = np.float32((1 << (width - 1)) - 1)
     sign = np.uint32(32 - width)
     top = np.uint32(1 << (width - 1))
@@ -204,8 +155,6 @@ def quantize(x, bits_of_x, norms, norm_bits, find, bucket, width, key, out, begi
         while at < stop:
             j = at // bucket
             until = min(stop, (j + 1) * bucket)
-            if find and at == j * bucket:
-                norm_bits[j] = largest(bits_of_x[at : min((j + 1) * bucket, x.size)])
             norm = norms[j] if norms[j] > np.float32(0) else np.float32(1)
             part = x[at:until]
             bits = bits_of_x[at:until]
@@ -213,50 +162,6 @@ def quantize(x, bits_of_x, norms, norm_bits, find, bucket, width, key, out, begi
             round_at_random(part, bits, number, norm, levels, sign, top, codes[at - start : until - start])
             at = until
         pack(codes, width, out[start * width // 8 : (stop * width + 7) // 8])
-
-
-@compiled
-def add_levels(level, high, low, unit, out, add, factor):
-    """Set out = (out + level/s·unit)·factor, or without ``add`` out = level/s·unit·factor, where 1/s = high + low.
-
-    level·high is exact, so level·high + level·low is level/s correctly rounded, as a division would return it.
-    """
-    if low == np.float32(0) and add:
-        for i in range(out.size):
-            out[i] = (out[i] + np.float32(level[i]) * unit) * factor
-    elif low == np.float32(0):
-        for i in range(out.size):
-            out[i] = np.float32(level[i]) * unit * factor
-    elif add:
-        for i in range(out.size):
-            value = np.float32(level[i])
-            out[i] = (out[i] + (value * high + value * low) * unit) * factor
-    else:
-        for i in range(out.size):
-            value = np.float32(level[i])
-            out[i] = (value * high + value * low) * unit * factor
-
-
-@compiled
-def add_codes(buffer, norm_bits, bucket, width, high, low, first, out, add, sign, factor):
-    """Set out = (out ± value)·factor, or without ``add`` out = ±value·factor; out[0] is element ``first``."""
-    levels = np.zeros(BLOCK, np.int8)
-    safe = np.zeros(1, np.float32)
-    safe_bits = safe.view(np.int32)
-    begin = first - first % BLOCK
-    for start in range(begin, first + out.size, BLOCK):
-        stop = min(start + BLOCK, first + out.size)
-        unpack(buffer[start * width // 8 : (stop * width + 7) // 8], width, levels)
-        at = max(start, first)
-        while at < stop:
-            j = at // bucket
-            end = min(stop, (j + 1) * bucket)
-            part = out[at - first : end - first]
-            level = levels[at - start : end - start]
-            # the norm of a damaged payload may be negative, NaN or Inf
-            safe_bits[0] = min(max(norm_bits[j], np.int32(0)), np.int32(FP32_MAX_BITS))
-            add_levels(level, high, low, safe[0] * sign, part, add, factor)
-            at = end
 
 
 # -- fields that add -------------------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""Compile kernels, cache them on disk for all ranks of a host, and define the constants that kernels share."""
+"""Compile kernels, cache them on disk for all ranks of a host, and define the constants that kernels share.
+
+Numba's own ``cache=True`` does not serve: ranks that start cold at the same time would each compile every kernel, and
+numba would not read the kernels of an installation whose folder is read-only.
+"""
 
 from __future__ import annotations
 

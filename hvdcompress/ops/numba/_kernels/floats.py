@@ -9,7 +9,6 @@ import numpy as np
 
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
 from hvdcompress.ops.numba._kernels.halves import float_of, half_of
-from hvdcompress.ops.shared import OCTAVES
 from hvdcompress.ops.vectors import FP16_MAX
 
 
@@ -60,12 +59,6 @@ def to_bf16(bits, out):
 
 
 @compiled
-def from_bf16(bits, out):
-    for i in range(bits.size):
-        out[i] = np.uint32(bits[i]) << np.uint32(16)
-
-
-@compiled
 def add_scaled(values, scale, out, add, factor):
     """Set out = (out + values·scale)·factor, or without ``add`` out = values·scale·factor."""
     if add:
@@ -97,33 +90,6 @@ def range_space(top, low, width, shift):
     room = (1 << width) - 1
     first = max((top + low + 3 - room) >> 1, max(top, low) + 1 - room, 1)
     return np.int32(first), np.int32(max(top - first + 1, 0)), np.int32(max(low - first + 1, 0))
-
-
-@compiled
-def range_mantissa(bits, top, low, width, least, end):
-    """Return the mantissa bits, least ≤ mantissa < end, with the smallest ``shared.range_errors``."""
-    best = np.int64(0)
-    chosen = least
-    edge = (max(top, low) >> 23) - OCTAVES
-    for mantissa in range(least, end):
-        first, _, _ = range_space(top, low, width, 23 - mantissa)
-        smallest = np.int64(first) << (23 - mantissa)
-        dropped = np.int64(0)
-        rounded = np.int64(0)
-        for i in range(bits.size):
-            magnitude = np.int64(bits[i] & MAGNITUDE)
-            octave = (magnitude >> 23) - edge
-            power = np.int64(1) << (2 * octave) if octave >= 0 else np.int64(0)
-            leading = (magnitude >> 20 & 7) * 2 + 17
-            if magnitude < smallest:
-                dropped += leading * leading * power
-            else:
-                rounded += power
-        error = 3 * dropped + ((64 * rounded) >> (2 * mantissa))
-        if mantissa == least or error < best:
-            best = error
-            chosen = mantissa
-    return chosen
 
 
 @compiled

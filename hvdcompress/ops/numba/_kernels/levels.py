@@ -1,4 +1,4 @@
-"""Kernels of ``numba/levels.py``. They return the same bits as ``numpy/levels.py``."""
+"""Kernels of ``numba/codes.py`` for tables of levels. They return the same bits as the reference."""
 
 # mypy: disable-error-code="assignment"
 # (Numba gives a variable the widest of its types; mypy gives it the type of the first assignment.)
@@ -106,14 +106,34 @@ def pack(codes, bits, words, out):
 
 @compiled
 def unpack(buffer, bits, levels, words, values):
-    """Set the values to the levels of the codes in ``buffer``. ``words`` [bits·BLOCK/32 + 1] is scratch memory."""
+    """Set the values to the levels of the codes in ``buffer``. ``words`` [bits·BLOCK/32 + 1] is scratch memory.
+
+    Args:
+        buffer: The codes.
+        bits: Bits per code.
+        levels: If codes do not cross bytes, the 8/bits levels of each byte [256·8/bits]; otherwise [2^bits].
+        words: Scratch memory.
+        values: Written.
+    """
+    pairs = levels.view(np.uint64)
+    out = values.view(np.uint64)
     if bits == 8:
-        for i in range(buffer.size):
-            values[i] = levels[buffer[i]]
+        for j in range(buffer.size):
+            values[j] = levels[buffer[j]]
     elif bits == 4:
-        for i in range(buffer.size):
-            values[2 * i] = levels[buffer[i] & np.uint8(15)]
-            values[2 * i + 1] = levels[buffer[i] >> np.uint8(4)]
+        for j in range(buffer.size):
+            out[j] = pairs[buffer[j]]
+    elif bits == 2:
+        for j in range(buffer.size):
+            i = 2 * np.uint64(buffer[j])
+            a, b = pairs[i], pairs[i + np.uint64(1)]
+            out[2 * j], out[2 * j + 1] = a, b
+    elif bits == 1:
+        for j in range(buffer.size):
+            i = 4 * np.uint64(buffer[j])
+            k = 4 * np.uint64(j)
+            a, b, c, d = pairs[i], pairs[i + np.uint64(1)], pairs[i + np.uint64(2)], pairs[i + np.uint64(3)]
+            out[k], out[k + np.uint64(1)], out[k + np.uint64(2)], out[k + np.uint64(3)] = a, b, c, d
     else:
         words.view(np.uint8)[: buffer.size] = buffer
         mask = np.uint64((1 << bits) - 1)
@@ -129,7 +149,7 @@ def unpack(buffer, bits, levels, words, values):
 def add_levels(buffer, norm_bits, bucket, levels, bits, first, out, add, sign, factor):
     """Set out = (out ± level·norm)·factor, or without ``add`` out = ±level·norm·factor; out[0] is element ``first``.
 
-    ``levels``: [2^bits].
+    ``levels``: as for :func:`unpack`.
     """
     values = np.zeros(BLOCK, np.float32)
     words = np.zeros(bits * _WORDS + 1, np.uint32)

@@ -225,7 +225,7 @@ def orthogonalise(rows, number, negligible):
     row = rows[number]
     if not to_length_1(row, 0.0):
         return False
-    for _ in range(2):  # twice, for the reason given in ops/numpy/matrices.py
+    for _ in range(2):  # twice, for the reason given in ops/numpy.py
         for k in range(number):
             before = rows[k]  # numba knows that this row is contiguous; the rows of a slice it does not
             share = dot(before, row)

@@ -49,13 +49,6 @@ def take(x, index, out):
 
 
 @compiled
-def take_weighted(x, index, weights, which, out):
-    check_indices(index, x.size)
-    for j in range(index.size):
-        out[j] = x[np.uint64(index[j])] * weights[np.uint8(which[j])]
-
-
-@compiled
 def add_once(x, index, values, factor, sums):
     """Add in blocks, as ``stamp``: all runs of indices in one block of the vector before the next block."""
     check_indices(index, x.size)

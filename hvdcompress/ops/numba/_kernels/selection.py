@@ -153,14 +153,3 @@ def chunk_argmax(x, chunk, out):
         for i in range(part.size):
             most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
         out[j] = first_of(part, most)
-
-
-@compiled
-def chunk_positions(offset, chunk, sizes, out):
-    j = 0
-    start = 0
-    for size in sizes:
-        for first in range(start, start + size, chunk):
-            out[j] = min(first + offset[j], start + size - 1)
-            j += 1
-        start += size

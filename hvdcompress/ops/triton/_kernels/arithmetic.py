@@ -3,22 +3,15 @@
 import triton
 import triton.language as tl
 
-from hvdcompress.ops.triton._kernels.floats import float_of_half
+from hvdcompress.ops.triton._kernels.floats import clipped
 from hvdcompress.ops.triton._kernels.parts import add, indices, note_not_finite
-from hvdcompress.ops.triton._kernels.selection import is_chosen, offsets_of_largest
-from hvdcompress.ops.triton._kernels.statistics import store_moments
+from hvdcompress.ops.triton._kernels.selection import offsets_of_largest
 
 
 @triton.jit
 def accumulate(gradient, residual, scale, out, finite, n, BLOCK: tl.constexpr):
     at = indices(BLOCK)
     note_not_finite(add(gradient, residual, scale, out, at, at < n), finite)
-
-
-@triton.jit
-def accumulate_moments(gradient, residual, scale, out, sums, n, BLOCK: tl.constexpr):
-    at = indices(BLOCK)
-    store_moments(add(gradient, residual, scale, out, at, at < n), sums)
 
 
 @triton.jit
@@ -50,7 +43,7 @@ def accumulate_count(gradient, residual, scale, out, finite, threshold, counts, 
     inside = at < n
     x = add(gradient, residual, scale, out, at, inside)
     note_not_finite(x, finite)
-    tl.store(counts + tl.program_id(0), tl.sum((inside & is_chosen(x, threshold, False)).to(tl.int32), 0))
+    tl.store(counts + tl.program_id(0), tl.sum((inside & (tl.abs(x) > threshold)).to(tl.int32), 0))
 
 
 @triton.jit
@@ -64,69 +57,34 @@ def keep_if(x, other, finite, n, ZERO: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def blend(x, residual, beta, rest, n, BLOCK: tl.constexpr):
-    at = indices(BLOCK)
-    inside = at < n
-    tl.store(x + at, tl.load(x + at, inside) * beta + tl.load(residual + at, inside) * rest, inside)
-
-
-@triton.jit
-def subtract(x, own, factor, n, BLOCK: tl.constexpr):
-    at = indices(BLOCK)
-    inside = at < n
-    tl.store(x + at, tl.load(x + at, inside) - tl.load(own + at, inside) * factor, inside)
-
-
-@triton.jit
-def subtract_sparse(x, index, values, factor, n, m, BLOCK: tl.constexpr):
+def add_sparse(x, index, values, n, m, BLOCK: tl.constexpr):
     at = indices(BLOCK)
     target = tl.load(index + at, at < m, -1).to(tl.int64)
     inside = (target >= 0) & (target < n)
     before = tl.load(x + target, inside, 0.0)
-    after = before - tl.load(values + at, inside, 0.0) * factor
+    after = before + tl.load(values + at, inside, 0.0)
     # a duplicate has the value 0 and must not overwrite the element that another entry has changed
     changed = before.to(tl.int32, bitcast=True) != after.to(tl.int32, bitcast=True)
     tl.store(x + target, after, inside & changed)
 
 
 @triton.jit
-def zero_where(x, own, n, BLOCK: tl.constexpr):
-    at = indices(BLOCK)
-    tl.store(x + at, 0.0, (at < n) & (tl.load(own + at, at < n, 0.0) != 0))
-
-
-@triton.jit
-def zero_where_sparse(x, index, values, n, m, BLOCK: tl.constexpr):
-    at = indices(BLOCK)
-    target = tl.load(index + at, at < m, -1).to(tl.int64)
-    inside = (target >= 0) & (target < n)
-    tl.store(x + target, 0.0, inside & (tl.load(values + at, inside, 0.0) != 0))
-
-
-@triton.jit
-def write(out, total, factor, n, BLOCK: tl.constexpr):
-    at = indices(BLOCK)
-    tl.store(out + at, tl.load(total + at, at < n) * factor, at < n)
-
-
-@triton.jit
 def write_half(out, half, scale, factor, n, BLOCK: tl.constexpr):
     at = indices(BLOCK)
-    tl.store(out + at, float_of_half(tl.load(half + at, at < n)) * scale * factor, at < n)
+    tl.store(out + at, clipped(tl.load(half + at, at < n).to(tl.float32), 65504.0) * scale * factor, at < n)
 
 
 @triton.jit
-def write_runs(out, index, order, values, factor, n, m, BLOCK: tl.constexpr):
-    """Write the sum of the values of each run of equal indices, added in their order.
+def add_runs(out, index, order, values, n, m, BLOCK: tl.constexpr):
+    """Add the values of each run of equal indices to ``out``, in their order.
 
     The program that has the first index of a run adds the whole run.
 
     Args:
-        out: [n] zeros.
+        out: [n].
         index: [m] ascending; indices outside of [0, n) are ignored.
         order: [m], the index in ``values`` of each entry.
         values: [m], not sorted.
-        factor: Factor of each value, before it is added.
         n: Number of elements of ``out``.
         m: Number of entries.
         BLOCK: Number of entries per program.
@@ -135,11 +93,11 @@ def write_runs(out, index, order, values, factor, n, m, BLOCK: tl.constexpr):
     target = tl.load(index + at, at < m, -1).to(tl.int64)
     before = tl.load(index + at - 1, (at > 0) & (at < m), -1).to(tl.int64)
     first = (target >= 0) & (target < n) & (target != before)
-    total = tl.zeros((BLOCK,), out.dtype.element_ty)
+    total = tl.load(out + target, first, 0.0)
     active = first
     while tl.max(active.to(tl.int32), 0) > 0:  # one iteration per entry of the longest run: at most one per rank
-        value = tl.load(values + tl.load(order + at, active, 0), active, 0.0) * factor
-        total = tl.where(active, total + value.to(out.dtype.element_ty), total)
+        value = tl.load(values + tl.load(order + at, active, 0), active, 0.0)
+        total = tl.where(active, total + value, total)
         at += 1
         active = active & (at < m)
         active = active & (tl.load(index + at, active, -1).to(tl.int64) == target)

@@ -67,48 +67,66 @@ def quantize(x, norms, out, key, n, num_bytes, BUCKET: tl.constexpr, BITS: tl.co
     store_packed(out, code, row, num_bytes, BITS)
 
 
-@triton.jit
-def dequantize(
-    buffer,
+@triton.jit(do_not_specialize=["key"])
+def encode(
+    x,
     norms,
+    edges,
+    levels,
     out,
+    key,
     n,
     num_bytes,
     BUCKET: tl.constexpr,
     BITS: tl.constexpr,
-    ADD: tl.constexpr,
+    RANDOM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Pack the index of each element's level, which is the number of edges below it.
+
+    ``edges``: [2^BITS], the middles between levels; with RANDOM, the largest numbers below each level but the first.
+    ``levels``: [2^BITS + 1]. Edges and levels have Inf after the last one.
+    """
     row = indices(ROWS)
     lane = tl.arange(0, 8)
-    byte_at = row[:, None] * BITS + lane[None, :]
-    byte = tl.load(buffer + byte_at, (lane < BITS)[None, :] & (byte_at < num_bytes), 0)
-    word = tl.sum(byte.to(tl.int64) << 8 * lane[None, :].to(tl.int64), 1)
-    code = (word[:, None] >> BITS * lane[None, :].to(tl.int64)).to(tl.int32) & ((1 << BITS) - 1)
     at = row[:, None] * 8 + lane[None, :]
     inside = at < n
-    level = (code & ((1 << (BITS - 1)) - 1)).to(tl.float32)
-    level = tl.math.div_rn(level, tl.zeros_like(level) + ((1 << (BITS - 1)) - 1))
-    level = tl.where(code >> (BITS - 1) != 0, 0.0 - level, level)  # 0 − 0 is +0: zeros have no sign
-    value = level * finite_norm(norms_at(norms, at, inside, BUCKET))
-    if ADD:
-        value = tl.load(out + at, inside) + value
+    norm = norms_at(norms, at, inside, BUCKET)
+    share = tl.math.div_rn(tl.load(x + at, inside, 0.0), tl.where(norm > 0, norm, 1.0))
+    code = (at * 0).to(tl.int32)
+    for bit in tl.static_range(BITS):
+        edge = tl.load(edges + code + ((1 << (BITS - 1 - bit)) - 1))
+        code += (edge < share).to(tl.int32) << (BITS - 1 - bit)
+    if RANDOM:
+        low = tl.load(levels + code)
+        gap = tl.load(levels + code + 1) - low  # Inf above the last level
+        code += (drawn(at, key) < tl.math.div_rn(share - low, gap)).to(tl.int32)
+    store_packed(out, tl.where(inside, code, 0).to(tl.int64), row, num_bytes, BITS)
+
+
+@triton.jit
+def decode(buffer, norms, levels, out, n, num_bytes, BUCKET: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Set out = level·norm. ``levels``: [2^BITS]. An index of at most 9 bits has bits in at most two bytes."""
+    at = indices(BLOCK)
+    first = at * BITS // 8
+    inside = at < n
+    word = tl.load(buffer + first, inside & (first < num_bytes), 0).to(tl.int32)
+    word |= tl.load(buffer + first + 1, inside & (first + 1 < num_bytes), 0).to(tl.int32) << 8
+    code = (word >> (at * BITS % 8).to(tl.int32)) & ((1 << BITS) - 1)
+    value = tl.load(levels + code) * finite_norm(norms_at(norms, at, inside, BUCKET))
     tl.store(out + at, value, inside)
 
 
 @triton.jit
-def pack_signs(x, out, n, num_bytes, ROWS: tl.constexpr):
-    row = indices(ROWS)
-    lane = tl.arange(0, 8)
-    at = row[:, None] * 8 + lane[None, :]
-    minus = (tl.load(x + at, at < n, 0.0) < 0).to(tl.int32)
-    tl.store(out + row, tl.sum(minus << lane[None, :], 1).to(tl.uint8), row < num_bytes)
-
-
-@triton.jit
-def unpack_signs(buffer, scale, out, n, num_bytes, BLOCK: tl.constexpr):
+def pack_bits(values, out, n, num_bytes, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Each lane computes one byte from the integers that have bits in it."""
     at = indices(BLOCK)
-    byte = tl.load(buffer + at // 8, (at < n) & (at // 8 < num_bytes), 0).to(tl.int32)
-    size = finite_norm(tl.load(scale)).to(tl.int32, bitcast=True)
-    bits = size ^ ((byte >> (at % 8).to(tl.int32)) << 31)
-    tl.store(out + at, bits.to(tl.float32, bitcast=True), at < n)
+    first = 8 * at // WIDTH
+    byte = tl.zeros((BLOCK,), tl.int64)
+    for number in tl.static_range(7 // WIDTH + 2):
+        i = first + number
+        shift = i * WIDTH - 8 * at  # negative if the integer begins in an earlier byte
+        value = tl.load(values + i, i < n, 0).to(tl.int64)
+        part = tl.where(shift < 0, value >> tl.maximum(-shift, 0), value << tl.minimum(tl.maximum(shift, 0), 8))
+        byte |= part & 0xFF
+    tl.store(out + at, byte.to(tl.uint8), at < num_bytes)

@@ -5,21 +5,8 @@ import triton.language as tl
 
 from hvdcompress.ops.shared import NEGLIGIBLE
 from hvdcompress.ops.triton._kernels.codes import drawn
-from hvdcompress.ops.triton._kernels.parts import indices
 
 LEAST = tl.constexpr(NEGLIGIBLE)
-
-
-@triton.jit
-def hadamard(x, out, scale, n, BLOCK: tl.constexpr, LOG: tl.constexpr, WIDTH: tl.constexpr):
-    """Set out = H·x for each block. Each pass pairs neighbours, and moves the paired bit of the index to the front."""
-    at = indices(WIDTH)
-    y = tl.reshape(tl.load(x + at, at < n, 0.0) * scale, (WIDTH // BLOCK, BLOCK))
-    for _ in tl.static_range(LOG):
-        even, odd = tl.split(tl.reshape(y, (WIDTH // BLOCK, BLOCK // 2, 2)))
-        y = tl.join(even + odd, even - odd)
-        y = tl.reshape(tl.permute(y, (0, 2, 1)), (WIDTH // BLOCK, BLOCK))
-    tl.store(out + at, tl.reshape(y, (WIDTH,)), at < n)
 
 
 @triton.jit

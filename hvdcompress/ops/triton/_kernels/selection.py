@@ -11,17 +11,6 @@ from hvdcompress.ops.triton._kernels.parts import indices
 
 
 @triton.jit
-def is_chosen(x, threshold, EQUAL: tl.constexpr):
-    """Return whether |x| exceeds the threshold or, with EQUAL, is equal to it."""
-    magnitude = tl.abs(x)
-    if EQUAL:
-        chosen = magnitude == threshold
-    else:
-        chosen = magnitude > threshold
-    return chosen
-
-
-@triton.jit
 def offsets_of_largest(x, inside, column, WIDTH: tl.constexpr):
     """Return the column of the largest |x| in each row; among equal magnitudes, the lowest."""
     bits = tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)  # in the order of the magnitudes
@@ -36,20 +25,20 @@ def before(ends):
 
 
 @triton.jit
-def count(x, threshold, counts, n, EQUAL: tl.constexpr, BLOCK: tl.constexpr):
+def count(x, threshold, counts, n, BLOCK: tl.constexpr):
     at = indices(BLOCK)
-    chosen = (at < n) & is_chosen(tl.load(x + at, at < n, 0.0), threshold, EQUAL)
+    chosen = (at < n) & (tl.abs(tl.load(x + at, at < n, 0.0)) > threshold)
     tl.store(counts + tl.program_id(0), tl.sum(chosen.to(tl.int32), 0))
 
 
 @triton.jit
-def compact(x, threshold, ends, index, values, n, room, EQUAL: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr):
+def compact(x, threshold, ends, index, values, n, room, VALUES: tl.constexpr, BLOCK: tl.constexpr):
     """Write the first ``room`` indices that :func:`count` counted and, with VALUES, their elements."""
     start = before(ends)
     if start < room:
         at = indices(BLOCK)
         found = tl.load(x + at, at < n, 0.0)
-        chosen = (at < n) & is_chosen(found, threshold, EQUAL)
+        chosen = (at < n) & (tl.abs(found) > threshold)
         slot = start + tl.cumsum(chosen.to(tl.int32), 0) - 1
         kept = chosen & (slot < room)
         tl.store(index + slot, at, kept)
@@ -64,8 +53,8 @@ def count_two(x, threshold, counts, n, programs, BLOCK: tl.constexpr):
     number = tl.program_id(0)
     found = tl.load(x + at, at < n, 0.0)
     level = tl.load(threshold)
-    tl.store(counts + number, tl.sum(((at < n) & is_chosen(found, level, False)).to(tl.int32), 0))
-    tl.store(counts + programs + number, tl.sum(((at < n) & is_chosen(found, level, True)).to(tl.int32), 0))
+    tl.store(counts + number, tl.sum(((at < n) & (tl.abs(found) > level)).to(tl.int32), 0))
+    tl.store(counts + programs + number, tl.sum(((at < n) & (tl.abs(found) == level)).to(tl.int32), 0))
 
 
 @triton.jit
@@ -74,20 +63,10 @@ def compact_two(x, threshold, ends, index, n, k, programs, BLOCK: tl.constexpr):
     at = indices(BLOCK)
     found = tl.load(x + at, at < n, 0.0)
     level = tl.load(threshold)
-    above = (at < n) & is_chosen(found, level, False)
-    equal = (at < n) & is_chosen(found, level, True)
+    above = (at < n) & (tl.abs(found) > level)
+    equal = (at < n) & (tl.abs(found) == level)
     room = k - tl.load(ends + programs - 1)
     equal_before = before(ends + programs)
     chosen = above | (equal & (equal_before + tl.cumsum(equal.to(tl.int32), 0) <= room))
     slot = before(ends) + tl.minimum(equal_before, room) + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(index + slot, at, chosen & (slot < k))
-
-
-@triton.jit
-def chunk_argmax(x, offset, n, chunk, chunks, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    row = indices(ROWS)
-    column = tl.arange(0, WIDTH)
-    at = row[:, None] * chunk + column[None, :]
-    inside = (column < chunk)[None, :] & (at < n)
-    found = offsets_of_largest(tl.load(x + at, inside, 0.0), inside, column, WIDTH)
-    tl.store(offset + row, found, row < chunks)
