@@ -27,13 +27,11 @@ from typing import Any, NamedTuple, Unpack
 import torch
 import torch.distributed as dist
 
-from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress._torch.optimizers import Waiting, trains
-from hvdcompress.ddp.transport import ProcessGroupTransport, connect
-from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.step import Agree, Step
+from hvdcompress.ddp.group import GroupCompressor
+from hvdcompress.engine.step import Step
 from hvdcompress.method import Method
-from hvdcompress.plan import IN_ORDER, Plan, plan_of
+from hvdcompress.plan import Plan, plan_of
 from hvdcompress.settings import DriverSettings, Settings
 
 __all__ = ["Compressor", "attach"]
@@ -58,7 +56,7 @@ class Shard(NamedTuple):
     num_shards: int
 
 
-class Compressor(TensorCompressor):
+class Compressor(GroupCompressor):
     """Compresses the gradients of one shard between replicas; made by :func:`attach`.
 
     Args:
@@ -81,7 +79,11 @@ class Compressor(TensorCompressor):
 
     driver = "FSDP"
     _no_fallback_reason = ONE_STEP_PER_MODULE
-    grouping = IN_ORDER
+    _refused: Mapping[str, str] = {
+        "verify_every": "under FSDP the Compressor sees only gradients, not parameters",
+        "nodes": f"{ONE_STEP_PER_MODULE}; HSDP has two levels of its own",
+        "bucket_elements": ONE_STEP_PER_MODULE,
+    }
 
     def __init__(
         self,
@@ -94,22 +96,10 @@ class Compressor(TensorCompressor):
         **settings: Unpack[Settings],
     ):
         plan = plan_of(method, **{"bucket_elements": 0, **settings})
-        if plan.verify_every:
-            raise ValueError("verify_every must be 0: under FSDP the Compressor sees only gradients, not parameters")
-        if plan.nodes:
-            raise ValueError(f"nodes must be 0: {ONE_STEP_PER_MODULE}; HSDP has two levels of its own")
-        if plan.bucket_elements:
-            raise ValueError(f"bucket_elements must be 0: {ONE_STEP_PER_MODULE}")
-        rank = dist.get_rank(replicas)
-        world_size = dist.get_world_size(replicas)
-        super().__init__(plan, rank, world_size, shard.vectors.items(), loss_scale, backend)  # type: ignore[arg-type]
+        super().__init__(plan, replicas, shard.vectors.items(), loss_scale, backend)  # type: ignore[arg-type]
         self.shard = shard
-        self._parent = replicas
-        self._transport: ProcessGroupTransport | None = None
-        self._step: Step | None = None  # the open step; None between steps
-        self._accumulated: dict[
-            str, torch.Tensor
-        ] = {}  # by module: sums of gradients that are accumulated, not reduced
+        # By module: sums of gradients that are accumulated, not reduced
+        self._accumulated: dict[str, torch.Tensor] = {}
         self._trained = {id(parameter) for members in shard.parameters.values() for parameter in members}
 
     def _parts(self, name: str) -> Iterable[tuple[torch.nn.Parameter, int, int]]:
@@ -126,18 +116,6 @@ class Compressor(TensorCompressor):
         if trains(optimizer, self._trained):
             self.rank_state.end_round()
         return super()._waiting(optimizer)
-
-    def close(self) -> None:
-        """Free the Compressor's process group. Call it between steps."""
-        if self._transport:
-            self._transport.close()
-
-    def _is_under_way(self) -> bool:
-        return self._step is not None
-
-    def _waits_for(self) -> str | None:
-        step = self._step
-        return step.waits_for() if step else None
 
     def save(self, folder: str | Path) -> Path:
         """Write this rank's state to a file of its own, in a subfolder for its shard; call it on every rank.
@@ -199,28 +177,21 @@ class Compressor(TensorCompressor):
             PeerError: a replica failed, or replicas disagree; on every replica.
             ValueError: some parameters of the module have no gradient.
         """
-        if self._transport is None:
-            self._transport = connect(self._parent, gradient.device, self.watchdog)
-        transport = self._transport
-        transport.begin()
-        network = Collectives(transport, self.rank_state.observers)
-        step = self._step = self._new_step(network, self._terms, Agree.FIRST_AND_LAST)
-        step.factor = 1.0 / self.rank_state.world_size
-        with step.defer_errors:
+        bucket, index = self._bucket_and_index[name]
+
+        def add(step: Step) -> None:
             if len(gradient) != len(self.parameters[name]):
                 raise ValueError(
                     f"{name}: only {len(gradient)} of {len(self.parameters[name])} elements have a gradient; under "
                     "FSDP, compression needs a gradient of every parameter in every step"
                 )
-        bucket, index = self._bucket_and_index[name]
+            step.add(bucket, [index], [self.framework.vector(step, bucket, gradient)])
+
         # FSDP adds the result to the gradients of earlier backward passes, which the optimizer has not used
         adds = any(parameter.grad is not None for parameter in self.shard.parameters[name])
         earlier = self.rank_state.late.get(name) if adds else None
-        try:
-            step.run(lambda: step.add(bucket, [index], [self.framework.vector(step, bucket, gradient)]))
-        finally:
-            self._step = None
-        self.ledger.steps += step.finite
+        self._connect(gradient.device)
+        self.ledger.steps += self._exchange(add, 1.0 / self.rank_state.world_size).finite
         if earlier and not earlier.used and name in self.rank_state.late:
             self.rank_state.late[name].absorb(earlier)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +38,6 @@ REAL = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-FROZEN = ", frozen"  #: follows the shape and dtype of a frozen parameter where ranks compare their tensors
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: name components of torch.compile and of checkpointing
 
 _compressors: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()  # of this process
@@ -47,10 +45,7 @@ _compressors: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()  # of this p
 
 def _find(optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
     """Return what has waited of each parameter of an optimizer that is about to take a step, by ``id()``."""
-    found: dict[int, Waiting] = {}
-    for each in list(_compressors):
-        found |= each._waiting(optimizer)
-    return found
+    return {key: waiting for each in list(_compressors) for key, waiting in each._waiting(optimizer).items()}
 
 
 def named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -64,7 +59,7 @@ def named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
     """
     expected = "named_parameters must be (name, parameter) pairs, such as model.named_parameters()"
     if isinstance(given, type | torch.nn.Module):
-        raise TypeError(f"{expected}, not the {'class' if isinstance(given, type) else 'model'} itself")
+        raise TypeError(f"{expected}, not the model or its class")
     pairs = list(given.items() if isinstance(given, Mapping) else given)
     if not pairs:
         raise TypeError(f"{expected}; it is missing, or empty")
@@ -109,8 +104,6 @@ class TensorCompressor(compressor.Compressor):
 
     Attributes:
         parameters: the parameters by name.
-        model_parameters: all parameters of the model by name, including those that are not exchanged; empty if the
-            driver does not know the model.
         buckets: the buckets by name; the tensors of a bucket are exchanged in one go.
         framework: the engine's access to PyTorch tensors.
 
@@ -138,17 +131,16 @@ class TensorCompressor(compressor.Compressor):
         super().__init__(plan, rank, world_size, loss_scale, location)
         pairs = named(named_parameters)
         self.parameters = dict(pairs)
-        self.model_parameters: dict[str, torch.nn.Parameter] = {}
         if len(self.parameters) != len(pairs):
             names = [name for name, _ in pairs]
             raise ValueError(f"two parameters have the same name: {sorted({n for n in names if names.count(n) > 1})}")
         self._refuse_two_drivers()
-        myself = weakref.ref(self)  # a strong reference would be a cycle, and delay freeing the residuals
-        self.framework = TorchFramework(backend == "torch", lambda: _all_parameters(myself()))
-        self.rank_state.copy = lambda parts: _concatenated(parts, myself())
+        self.framework = TorchFramework(backend == "torch", self.parameters)
+        self.rank_state.copy = self.framework.concatenated
         specs = self._group({})
         self._terms = SharedConfig(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         self.rank_state.warn_about_unused(specs)
+        self._step: Step | None = None  # the open step; None between steps
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._frozen: frozenset[str] = frozenset()  # names of the parameters that do not require a gradient any more
         self._warm_up(specs)
@@ -156,17 +148,13 @@ class TensorCompressor(compressor.Compressor):
     def _warm_up(self, specs: Sequence[TensorSpec]) -> None:
         """Import and compile the array ops of the first step, which would otherwise keep the other ranks waiting."""
         if not self.framework.force_torch and all(parameter.is_cpu for parameter in self.parameters.values()):
-            self._announce_compilation()
+            with contextlib.suppress(ImportError):  # without Numba there is nothing to compile
+                from hvdcompress.ops.numba.sharing import nothing_is_compiled
+
+                if self.rank_state.rank == 0 and nothing_is_compiled():
+                    log.info_once("the first run compiles kernels, which takes a few seconds; later runs load them")
             with contextlib.suppress(ExchangeError):  # the first step raises it again, with the name of the tensor
                 warm_up(self.plan, specs, self.grouping)
-
-    def _announce_compilation(self) -> None:
-        """Log on rank 0 that the first run takes longer, because it compiles kernels."""
-        with contextlib.suppress(ImportError):  # without Numba there is nothing to compile
-            from hvdcompress.ops.numba.sharing import nothing_is_compiled
-
-            if self.rank_state.rank == 0 and nothing_is_compiled():
-                log.info_once("the first run compiles kernels, which takes a few seconds; later runs load them")
 
     def _group(self, ages: Ages) -> list[TensorSpec]:
         """Group the parameters into buckets; return the engine's description of each parameter.
@@ -268,9 +256,13 @@ class TensorCompressor(compressor.Compressor):
     def _buckets(self) -> list[Bucket]:
         return list(self.buckets.values())
 
-    @abstractmethod
     def _is_under_way(self) -> bool:
         """Return whether a step is under way: it has gradients, and has not ended."""
+        return self._step is not None
+
+    def _waits_for(self) -> str | None:
+        step = self._step
+        return step.waits_for() if step else None
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -286,9 +278,7 @@ class TensorCompressor(compressor.Compressor):
         frozen = frozenset(name for name, parameter in self.parameters.items() if not parameter.requires_grad)
         if frozen != self._frozen:
             self._frozen = frozen
-            plain = {name: text.removesuffix(FROZEN) for name, text in self._terms.tensors.items()}
-            tensors = {name: text + FROZEN * (name in frozen) for name, text in plain.items()}
-            self._terms = SharedConfig(self._terms.plan, tensors)
+            self._require_equal(frozen=sorted(frozen))
 
     def _allreduce(
         self, tensors: Mapping[str, torch.Tensor], op: Op, out: Mapping[str, torch.Tensor] | None
@@ -386,16 +376,3 @@ def _outs_of(tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor
         if found is not tensor:
             found.copy_(tensor)
     return {name: out[name] for name in tensors}
-
-
-def _concatenated(parts: Sequence[Any], compressor: TensorCompressor | None) -> Any:
-    """Concatenate arrays of any library and device into a new vector, as ``framework.flat`` returns for a parameter."""
-    assert compressor is not None  # it owns the RankState that calls this function
-    device = next((parameter.device for parameter in compressor.parameters.values()), torch.device("cpu"))
-    return compressor.framework.flat(torch.cat([torch.as_tensor(part, device=device).reshape(-1) for part in parts]))
-
-
-def _all_parameters(compressor: TensorCompressor | None) -> Mapping[str, torch.nn.Parameter]:
-    if compressor is None:
-        return {}
-    return compressor.model_parameters or compressor.parameters

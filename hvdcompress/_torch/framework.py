@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,16 @@ class TorchFramework(Framework):
     Args:
         force_torch: use PyTorch's array ops for all gradients, instead of the numpy core on the CPU and Triton on
             CUDA.
-        parameters: returns all parameters by name, in the order of the model.
+        parameters: the parameters by name.
+
+    Attributes:
+        parameters: all parameters of the model by name, in its order; also those that are not exchanged, if the driver
+            knows them.
     """
 
-    def __init__(self, force_torch: bool, parameters: Callable[[], Mapping[str, torch.Tensor]]):
+    def __init__(self, force_torch: bool, parameters: Mapping[str, torch.nn.Parameter]):
         self.force_torch = force_torch
-        self._parameters = parameters
+        self.parameters = parameters
         # Of this step, by bucket name: (gradient, its copy of another dtype or layout, which receives the result)
         self._copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
 
@@ -50,6 +54,11 @@ class TorchFramework(Framework):
         """Return a gradient as a flat numpy array or tensor [n]; a view if the gradient is contiguous."""
         flat = gradient.detach().reshape(-1)
         return flat if self.force_torch or flat.device.type != "cpu" else flat.numpy()
+
+    def concatenated(self, parts: Sequence[Any]) -> Any:
+        """Concatenate arrays of any library and device into a new vector, as :meth:`flat` returns for a parameter."""
+        device = next(iter(self.parameters.values())).device
+        return self.flat(torch.cat([torch.as_tensor(part, device=device).reshape(-1) for part in parts]))
 
     def vector(self, step: Step, bucket: Bucket, gradient: torch.Tensor) -> Any:
         """Return a gradient as the vector for :meth:`Step.add`, which the engine overwrites with the result.
@@ -80,7 +89,7 @@ class TorchFramework(Framework):
     def checksums(self, local: RankState) -> dict[str, int]:
         """Return checksums of all parameters, including frozen ones, in the model's order, and of the shared state."""
         checksums = {}
-        for name, parameter in self._parameters().items():
+        for name, parameter in self.parameters.items():
             memory = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
             checksums[f"parameter {name!r}"] = verify.checksum(memory.cpu().numpy())
         return checksums | local.checksums(to_host)

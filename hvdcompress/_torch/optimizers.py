@@ -34,10 +34,8 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     Raises:
         TypeError: the argument is not a PyTorch optimizer and does not contain one.
     """
-    inner: Any = optimizer
-    while inner is not None:
+    while inner := _wrapped(optimizer):
         optimizer = inner
-        inner = _wrapped(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a PyTorch optimizer, not {optimizer!r:.60}")
     return optimizer

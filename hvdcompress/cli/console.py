@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hvdcompress.cli.started import started
+from hvdcompress.launchers import started
 
 
 def console_of(stderr: bool = False) -> Console:

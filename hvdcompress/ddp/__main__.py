@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress.ddp.attach import attach
 from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.launchers import is_first
 from hvdcompress.plan import Plan, load_plan, plan_of, settings_of
 
 
@@ -66,8 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    if bool(options.plan) == bool(options.method):
-        parser.error("give either --plan FILE or --method ID")
     try:
         source = load_plan(options.plan) if options.plan else options.method
         plan = plan_of(source, **settings_of(options.set))
@@ -94,8 +93,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a training script with every DistributedDataParallel module compressed.",
         epilog="Launch it like the script itself: torchrun … -m hvdcompress.ddp --plan plan.yaml train.py ARGUMENT…",
     )
-    parser.add_argument("--plan", metavar="FILE", help="a plan, as a YAML file")
-    parser.add_argument("--method", metavar="ID", help="a method id, instead of a plan")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--plan", metavar="FILE", help="a plan, as a YAML file")
+    source.add_argument("--method", metavar="ID", help="a method id, instead of a plan")
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -137,7 +137,7 @@ def _print_savings(name: str, ledgers: Sequence[Ledger]) -> None:
 
 def _print(text: str) -> None:
     """Print a line on stderr, on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         print(f"hvdcompress: {text}", file=sys.stderr, flush=True)
 
 

@@ -111,7 +111,7 @@ def _make_compressor(model: torch.nn.Module, method: Any, **settings: Any) -> Co
     names = _parameters_of_ddp(model)
     trained = [(name, parameter) for name, parameter in names.items() if parameter.requires_grad]
     compressor = Compressor(method, trained, **settings)
-    compressor.model_parameters = {plain_name(name): parameter for name, parameter in names.items()}
+    compressor.framework.parameters = {plain_name(name): parameter for name, parameter in names.items()}
     return compressor
 
 
@@ -130,7 +130,7 @@ def _check_trained_parameters(model: torch.nn.Module, compressor: Compressor) ->
     if not torch.is_grad_enabled():
         return
     for name, parameter in _parameters_of_ddp(model).items():
-        if parameter.requires_grad and not compressor._knows(parameter):
+        if parameter.requires_grad and id(parameter) not in compressor._names:
             raise RuntimeError(
                 f"DistributedDataParallel will not reduce the gradient of {plain_name(name)!r}: the parameter was "
                 "frozen, or was another one, when DDP was constructed. Wrap the model again, and attach again"
@@ -158,53 +158,49 @@ def _check_supported(module: DistributedDataParallel) -> None:
     for attribute, option, reason in REFUSED:
         if getattr(module, attribute, None):
             raise ValueError(f"{option} does not work with compression: {reason}")
-    if problem := _in_backward_problem(module):
-        raise ValueError(problem)
+    _refuse_in_backward_optimizer(module)
     if module._comm_hooks:
         name = getattr(module._comm_hooks[0][0], "__qualname__", "unnamed")
         fused = ", of an optimizer fused into the backward pass (_register_fused_optim)" * ("optimizer" in name)
         raise ValueError(f"the model already has a communication hook, {name}{fused}; DDP takes one hook, once")
 
 
-def _in_backward_problem(module: DistributedDataParallel) -> str:
-    """Return an error message if an optimizer steps inside the backward pass, or an empty string."""
-    if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
-        return ""
-    return (
-        "an optimizer that steps in the backward pass (_apply_optimizer_in_backward) does not work with compression: "
-        "DDP uses its own hook for it"
-    )
+def _refuse_in_backward_optimizer(module: DistributedDataParallel) -> None:
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
+        raise ValueError(
+            "an optimizer that steps in the backward pass (_apply_optimizer_in_backward) does not work with "
+            "compression: DDP uses its own hook for it"
+        )
 
 
 class _ModuleForwardPreHook:
     """Forward pre-hook of the module that DDP wraps: check before each step that DDP reduces every gradient.
 
-    A pickled or deep copy of the model is not compressed, so the copy gets a no-op in place of this hook.
+    A pickled or deep copy of the model is not compressed, so its hook has no Compressor, and does nothing.
     """
 
-    def __init__(self, compressor: Compressor):
-        self._compressor = weakref.ref(compressor)
+    def __init__(self, compressor: Compressor | None = None):
+        self._compressor = weakref.ref(compressor) if compressor else None
 
-    def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
-        if compressor := self._compressor():
-            _check_trained_parameters(model, compressor)
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._compressor and (compressor := self._compressor()):
+            self._check(module, compressor)
+
+    def _check(self, module: Any, compressor: Compressor) -> None:
+        _check_trained_parameters(module, compressor)
 
     def __reduce__(self) -> Any:
-        return _make_no_op, ()
+        return type(self), ()
 
 
 class _DDPForwardPreHook(_ModuleForwardPreHook):
     """Forward pre-hook of the DDP module: the same check, and options that can change after :func:`attach`."""
 
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        assert isinstance(module, DistributedDataParallel)
-        if compressor := self._compressor():
-            # A forward pass means that an unfinished backward pass will not go on
-            compressor._abort_step()
-            _check_trained_parameters(module.module, compressor)
-        # DDP installs its hook for in-backward optimizers in the first forward pass
-        if not module._lazy_init_ran and (problem := _in_backward_problem(module)):
-            raise ValueError(problem)
+    def _check(self, module: Any, compressor: Compressor) -> None:
+        compressor._abort_step()  # a forward pass means that an unfinished backward pass will not go on
+        super()._check(module.module, compressor)
+        if not module._lazy_init_ran:  # DDP installs its hook for in-backward optimizers in the first forward pass
+            _refuse_in_backward_optimizer(module)
         if module.static_graph and not module.require_backward_grad_sync and torch.is_grad_enabled():
             raise RuntimeError(
                 "static_graph=True does not work with no_sync(): DDP stops exchanging gradients (PyTorch issue 187732)"
@@ -220,14 +216,6 @@ class _NotCopied(list[Any]):
 
     def __reduce__(self) -> Any:
         return list, ()
-
-
-def _no_op(module: torch.nn.Module, inputs: Any) -> None:
-    pass
-
-
-def _make_no_op() -> Callable[[torch.nn.Module, Any], None]:
-    return _no_op
 
 
 def _record_use(reference: weakref.ref[Compressor], name: str) -> Callable[[torch.Tensor], None]:

@@ -10,7 +10,6 @@ how DDP forms its own buckets. See ``docs/drivers.md``.
 from __future__ import annotations
 
 import math
-import os
 import time
 import weakref
 from collections import Counter
@@ -24,14 +23,13 @@ import torch
 import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
-from hvdcompress.ddp.transport import ProcessGroupTransport, connect
-from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.levels import Levels
+from hvdcompress.ddp.group import GroupCompressor
 from hvdcompress.engine.nodes import Location
-from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.step import Step
 from hvdcompress.engine.telemetry.observer import Sent
+from hvdcompress.launchers import torchrun_location
 from hvdcompress.method import Method
-from hvdcompress.plan import IN_ORDER, Plan, plan_of
+from hvdcompress.plan import Plan, plan_of
 from hvdcompress.settings import Settings
 
 
@@ -58,7 +56,7 @@ class Arrival:
     error: Exception | None = None
 
 
-class Compressor(TensorCompressor):
+class Compressor(GroupCompressor):
     """Compresses the gradients of one model; made by :func:`hvdcompress.ddp.attach`.
 
     Args:
@@ -84,7 +82,6 @@ class Compressor(TensorCompressor):
     """
 
     driver = "DistributedDataParallel"
-    grouping = IN_ORDER
 
     def __init__(
         self,
@@ -103,21 +100,15 @@ class Compressor(TensorCompressor):
                 f"a Compressor under {method.driver} cannot be attached to a model: give the method and its settings, "
                 "or the plan"
             )
-        self._parent = process_group or dist.group.WORLD
-        rank = dist.get_rank(self._parent)
-        world_size = dist.get_world_size(self._parent)
-        location = _location() if world_size == dist.get_world_size() else None
-        super().__init__(plan_of(method, **settings), rank, world_size, named_parameters, loss_scale, backend, location)
+        parent = process_group or dist.group.WORLD
+        told = torchrun_location() if dist.get_world_size(parent) == dist.get_world_size() else None
+        location = Location(*told) if told else None
+        super().__init__(plan_of(method, **settings), parent, named_parameters, loss_scale, backend, location)
         self.used: set[str] | None = None
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._transport: ProcessGroupTransport | None = None
-        self._network: Collectives | Levels | None = None  # the collectives over the transport
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
         self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None if no bucket is expected
-        self._running: Future[None] | None = None  # the step in the Compressor's thread, or the last one
-        self._failure: Exception | None = None  # error of the last step, until backward() raises it
-        self._step: Step | None = None  # the open step, or the last one
-        self._is_reducing = False  # whether allreduce() is running
+        self._running: Future[None] | None = None  # a step in the Compressor's thread, until backward() has its result
         self._stream: Any = None  # the CUDA stream of the Compressor's thread
         self._is_plain = False  # this step is a plain all-reduce, without the engine
         self._first_bucket_at = 0.0  # seconds, time.perf_counter()
@@ -126,14 +117,10 @@ class Compressor(TensorCompressor):
     def close(self) -> None:
         """Free the Compressor's process group. Call it between steps."""
         self._thread.shutdown()
-        if self._transport:
-            self._transport.close()
+        super().close()
 
     def _is_under_way(self) -> bool:
-        return self._is_reducing or (self._running is not None and not self._running.done())
-
-    def _waits_for(self) -> str | None:
-        return self._step.waits_for() if self._step and self._is_under_way() else None
+        return super()._is_under_way() or (self._running is not None and not self._running.done())
 
     # -- the hook, in the thread of the backward pass ---------------------------------------------------------
 
@@ -203,28 +190,12 @@ class Compressor(TensorCompressor):
 
     def _begin(self, buffer: torch.Tensor) -> None:
         """Open a step of the engine, at its first bucket."""
-        if self._transport is None:
-            self._connect(buffer.device)
+        self._connect(buffer.device)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         arrivals = self._arrivals = SimpleQueue()
         _abort_after_backward(weakref.ref(self), arrivals)
         self._running = self._thread.submit(self._run, arrivals)
-
-    def _connect(self, device: torch.device) -> None:
-        """Make the process groups, with all ranks."""
-        observers = self.rank_state.observers
-        nodes = self.rank_state.nodes
-        transport = connect(self._parent, device, self.watchdog, nodes)
-        if nodes is None:
-            self._network = Collectives(transport, observers)
-        else:
-            self._network = Levels.over(transport, transport.split(nodes), observers)
-        self._transport = transport
-
-    def _knows(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether the Compressor was given this parameter."""
-        return id(parameter) in self._names
 
     def _abort_step(self) -> None:
         """Fail the open step on all ranks, if a backward pass was interrupted and left one open."""
@@ -236,12 +207,10 @@ class Compressor(TensorCompressor):
 
     def _end_compressed(self) -> None:
         """Wait for the end of the step, and raise its error if it failed."""
-        assert self._running is not None
-        self._running.result()
-        failure = self._failure
-        self._failure = None
-        if failure is not None:
-            raise failure
+        running = self._running
+        assert running is not None
+        self._running = None
+        running.result()
         self._record_time()
 
     def _record_time(self) -> None:
@@ -280,7 +249,6 @@ class Compressor(TensorCompressor):
 
     def _run(self, arrivals: SimpleQueue[Arrival]) -> None:
         """Run one step, from its first bucket until all futures are completed."""
-        self._failure = None  # an error of a backward pass that was aborted has been raised by that pass
         received: list[Arrival] = []
 
         def each() -> Iterator[Arrival]:
@@ -290,39 +258,18 @@ class Compressor(TensorCompressor):
 
         with torch.no_grad(), torch.cuda.stream(self._stream):
             try:
-                self._exchange(lambda step: self._add_all(step, each()), 1.0 / self.rank_state.world_size)
-            except Exception as error:
-                self._failure = error
-                for _ in each():  # DDP waits for the futures of all buckets, so take the remaining ones, too
+                self._run_step(lambda step: self._add_all(step, each()), 1.0 / self.rank_state.world_size)
+            finally:
+                for _ in each():  # after an error: DDP waits for the futures of all buckets, so take the others, too
                     pass
-            for arrival in received:
-                if arrival.future is not None:
-                    arrival.future.set_result(arrival.buffer)
+                for arrival in received:
+                    if arrival.future is not None:
+                        arrival.future.set_result(arrival.buffer)
 
     def _run_step(self, add: Callable[[Step], None], factor: float) -> None:
-        if self._transport is None:
-            self._connect(next(iter(self.parameters.values())).device)
-        self._is_reducing = True
-        try:
-            self._exchange(add, factor)
-        finally:
-            self._is_reducing = False
-
-    def _exchange(self, add: Callable[[Step], None], factor: float) -> None:
-        """Run one step of the engine.
-
-        Args:
-            add: function that adds all gradients to the step.
-            factor: factor of sums over ranks.
-        """
-        assert self._transport is not None
-        assert self._network is not None
-        self._transport.begin()
+        self._connect(next(iter(self.parameters.values())).device)
         self.rank_state.begin_round()
-        step = self._step = self._new_step(self._network, self._terms, Agree.FIRST_AND_LAST)
-        step.factor = factor
-        step.run(lambda: add(step))
-        self._end_step(step)
+        self._end_step(self._exchange(add, factor))
 
     def _add_all(self, step: Step, arrivals: Iterator[Arrival]) -> None:
         """Give the gradients to the engine, bucket by bucket as they arrive."""
@@ -340,13 +287,6 @@ class Compressor(TensorCompressor):
                     step.add(self.buckets[name], list(vectors), list(vectors.values()))
             if arrival.last and self.used is not None:
                 step.used = [name in arrival.used for name in self.parameters]
-
-
-def _location() -> Location | None:
-    """Return where torchrun has put this rank; None if the program was started in another way."""
-    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's groups are nodes
-    found = [os.environ.get(name, "") for name in names]
-    return Location(*map(int, found)) if all(map(str.isdecimal, found)) else None
 
 
 def _at_the_end_of_backward(call: Callable[[], None]) -> None:

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hvdcompress.engine.agreement import PeerError, compare_configs, peer_error, text_of
+from hvdcompress.engine.agreement import PeerError, compare_configs, text_of
 from hvdcompress.engine.nodes import Nodes
-from hvdcompress.engine.safety.alarm import Alarm, Call, missing_calls
+from hvdcompress.engine.safety.alarm import Alarm, AlarmTransport, Call
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
@@ -62,7 +62,7 @@ class Handle:
     numpy: bool
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(AlarmTransport):
     """Collectives over a process group of its own, so that their order is independent of DDP and the program.
 
     Arrays in host memory are sent with gloo. CUDA tensors stay on the GPU, and are sent with NCCL. Constructing the
@@ -72,16 +72,7 @@ class ProcessGroupTransport:
         parent: the group of all ranks.
         device: the device of the gradients.
         part: the alarms of all ranks, and the ranks that take part, as ranks of ``parent``. None for all ranks.
-
-    Attributes:
-        ranks: the ranks that take part, as ranks of ``parent``.
-        calls: the collectives that this rank has started in this step.
-        running: those of them that are in flight.
     """
-
-    ordered = True
-    native_broadcast = False
-    variable_lengths = False
 
     def __init__(self, parent: Any, device: torch.device, part: tuple[Alarms, Sequence[int]] | None = None):
         self.parent = parent
@@ -101,23 +92,12 @@ class ProcessGroupTransport:
         self._finalizer.atexit = False
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
-        self.calls: list[Call] = []
-        self.running: list[Handle] = []
-        self.ranks = part[1] if part else range(self.world_size)
-        self.alarms = part[0] if part else Alarms(self.group, timeout)
-        self._parts: list[ProcessGroupTransport] = []  # transports of some of the ranks, which split() made
+        super().__init__(*(part or (Alarms(self.group, timeout), range(self.world_size))))
 
     def close(self) -> None:
         """Free the process groups. Call it when no collective is in flight."""
-        for transport in (self, *self._parts):
+        for transport in (self, *self.parts):
             transport._finalizer()
-
-    def begin(self) -> None:
-        """Begin a step. Forget the last one, which may have failed."""
-        self.alarms.step += 1
-        for transport in (self, *self._parts):
-            transport.calls.clear()
-            transport.running.clear()
 
     def split(self, nodes: Nodes) -> tuple[ProcessGroupTransport, ProcessGroupTransport, ProcessGroupTransport]:
         """Return transports to the owners of a node, between nodes, and from the owners of a node; collective.
@@ -128,8 +108,8 @@ class ProcessGroupTransport:
         inside = nodes.ranks_of_node(nodes.node_of(self.rank))
         between = nodes.counterparts(nodes.local_rank(self.rank))
         for ranks in (inside, between, inside):
-            self._parts.append(ProcessGroupTransport(self.parent, self.device, (self.alarms, ranks)))
-        return self._parts[0], self._parts[1], self._parts[2]
+            self.parts.append(ProcessGroupTransport(self.parent, self.device, (self.alarms, ranks)))
+        return self.parts[0], self.parts[1], self.parts[2]
 
     # -- collectives ----------------------------------------------------------------------------------------
 
@@ -222,30 +202,9 @@ class ProcessGroupTransport:
 
     # -- failure --------------------------------------------------------------------------------------------
 
-    def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks after one of them has failed; see ``engine/safety/alarm.py``.
-
-        Every rank tells all others its error and the collectives that it has started. Then each rank joins, with
-        zeros, the collectives that only others have started, so that none of them waits forever.
-
-        Args:
-            error: the error of this rank, or None if another rank failed.
-
-        Returns:
-            The exception that this rank should raise: PeerError with the errors of all ranks, or PeerLost.
-        """
-        transports = [self, *self._parts]
-        try:
-            everyone = self.alarms.exchange(error, [transport.calls for transport in transports])
-            for number, transport in enumerate(transports):
-                transport._join_missing([everyone[rank][1][number] for rank in transport.ranks])
-        except PeerLost as lost:
-            return lost
-        return peer_error([text for text, _ in everyone])
-
-    def _join_missing(self, everyone: Sequence[Sequence[Call]]) -> None:
-        """Take part, with zeros, in every collective of this step that only other ranks have started."""
-        for call in missing_calls(everyone, self.rank):
+    def join(self, calls: Sequence[Call]) -> None:
+        """Start collectives with zeros, and wait for all collectives in flight."""
+        for call in calls:
             self._launch(call, torch.zeros(call.size, dtype=getattr(torch, call.dtype), device=call.device))
         for handle in list(self.running):
             self._end(handle)
@@ -296,8 +255,7 @@ class Alarms:
         except TimeoutError as caught:
             raise peer_lost(self.rank, caught) from caught
         return [
-            (text, [[Call(*map(_as_tuple, call)) for call in calls] for calls in lists])
-            for text, lists in map(json.loads, replies)
+            (text, [[Call(*call) for call in calls] for calls in lists]) for text, lists in map(json.loads, replies)
         ]
 
 
@@ -404,8 +362,3 @@ def exchange_texts(store: Any, keys: Sequence[str], rank: int, text: str, timeou
             raise TimeoutError(f"nothing from ranks {absent} after {timeout}")
         time.sleep(ALARM_INTERVAL)
     return [store.get(key).decode() for key in keys]
-
-
-def _as_tuple(value: Any) -> Any:
-    """Turn a list, which JSON makes of a tuple, into a tuple again."""
-    return tuple(value) if isinstance(value, list) else value

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -32,6 +30,7 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.summary import summary
+from hvdcompress.launchers import is_elastic
 from hvdcompress.method import TensorSpec
 from hvdcompress.parts.momentum import Moment, heavy_ball
 from hvdcompress.plan import Bucket, Plan
@@ -59,6 +58,7 @@ class Compressor(ABC):
     driver = "unnamed"  #: the name of the driver, which is saved with the state
     framework = Framework()  #: functions of the driver's framework that the engine calls
     _no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
+    _refused: Mapping[str, str] = {}  #: {plan key that this driver does not support: the reason}
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Compressor(ABC):
         loss_scale: float | Callable[[], float] = 1.0,
         location: Location | None = None,
     ):
+        self._refuse_keys(plan)
         self.plan = plan
         self.loss_scale = loss_scale
         self.ledger = Ledger(world_size, rank)
@@ -85,6 +86,12 @@ class Compressor(ABC):
         myself = weakref.ref(self)
         limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
         self.watchdog = Watchdog(rank, world_size, lambda: _progress_of(myself()), lambda: _pulse(myself()), limits)
+
+    def _refuse_keys(self, plan: Plan) -> None:
+        """Raise ValueError if the plan has a key that this driver does not support."""
+        for key, reason in self._refused.items():
+            if getattr(plan, key):
+                raise ValueError(f"{key} must be 0: {reason}")
 
     def _use_nodes(self, location: Location | None) -> None:
         """Choose between one level and two, as the plan's ``nodes`` says.
@@ -475,42 +482,6 @@ class Compressor(ABC):
             ValueError: the loss scale is not a positive finite number.
         """
         return evaluate_loss_scale(self.loss_scale)
-
-
-def process_set_changed(process_set: Any, world_size: int) -> bool:
-    """Return whether a Horovod process set has changed its number of ranks, or Horovod was shut down."""
-    try:
-        return bool(process_set.size() != world_size)
-    except ValueError:
-        return True
-
-
-def is_elastic() -> bool:
-    """Return whether Horovod's elastic launcher started this process."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
-def next_compressor_number(
-    numbers: Counter[int], set_id: int, largest: Callable[[int], int], watchdog: Watchdog
-) -> int:
-    """Return the number of a new Compressor within its process set. It is part of the names of its collectives.
-
-    Ranks create their Compressors in the same order, and ranks outside of a set create none. But a rank that joins an
-    elastic training starts to count at 0, so there the ranks agree on the largest number.
-
-    Args:
-        numbers: {process set id: number of the next Compressor}; updated.
-        set_id: id of the process set.
-        largest: function that returns the maximum of a number over all ranks.
-        watchdog: watchdog of the new Compressor.
-    """
-    number = numbers[set_id]
-    # Only elastic training needs the collective; elsewhere the counts agree
-    if is_elastic():
-        with watchdog.rendezvous("every rank's Compressor"):
-            number = largest(number)
-    numbers[set_id] = number + 1
-    return number
 
 
 def _progress_of(compressor: Compressor | None) -> Progress | None:

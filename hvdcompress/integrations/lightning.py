@@ -38,14 +38,7 @@ class _RankFiles(DDPStrategy):
     """Saves, restores and removes the state of each rank together with Lightning's checkpoints."""
 
     _checkpoint = ""  # path of the checkpoint that was loaded last
-
-    def _save(self, folder: Path) -> None:
-        """Write the state of this rank, if there is one."""
-        raise NotImplementedError
-
-    def _load(self, folder: Path) -> None:
-        """Restore the state of this rank."""
-        raise NotImplementedError
+    _state: ddp.Compressor | LocalSteps | None = None  # what has the state of this rank
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write the checkpoint on rank 0, and each rank's state on every rank.
@@ -54,8 +47,8 @@ class _RankFiles(DDPStrategy):
             ValueError: the path is a URL, not a local path.
         """
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if "optimizer_states" in checkpoint:
-            self._save(folder_of(filepath))
+        if "optimizer_states" in checkpoint and self._state:
+            self._state.save(folder_of(filepath))
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         """Read the checkpoint, and remember its path for the state of the ranks."""
@@ -70,7 +63,8 @@ class _RankFiles(DDPStrategy):
             ValueError: the states belong to another model, or the path is a URL.
         """
         super().load_optimizer_state_dict(checkpoint)
-        self._load(folder_of(self._checkpoint))
+        if self._state:
+            rank_files.load(self._state, folder_of(self._checkpoint))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove the checkpoint and the states. If the path is a symbolic link, remove only the link."""
@@ -120,15 +114,7 @@ class CompressedDDP(_RankFiles):
             self.compressor.close()
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = {"loss_scale": scaler.get_scale} if scaler else {}
-        self.compressor = ddp.attach(self.model, self.method, **{**scale, **self.settings})
-
-    def _save(self, folder: Path) -> None:
-        if self.compressor:
-            self.compressor.save(folder)
-
-    def _load(self, folder: Path) -> None:
-        if self.compressor:
-            rank_files.load(self.compressor, folder)
+        self.compressor = self._state = ddp.attach(self.model, self.method, **{**scale, **self.settings})
 
 
 class LocalStepsDDP(_RankFiles):
@@ -165,7 +151,7 @@ class LocalStepsDDP(_RankFiles):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(f"local steps need one optimizer, and configure_optimizers() made {len(self.optimizers)}")
-        self.local = LocalSteps(self.model, self.optimizers[0], every=self.every, **self.settings)
+        self.local = self._state = LocalSteps(self.model, self.optimizers[0], every=self.every, **self.settings)
 
     def optimizer_step(self, *args: Any, **options: Any) -> Any:
         """Take a step of the optimizer, and exchange parameters if they are due."""
@@ -189,14 +175,6 @@ class LocalStepsDDP(_RankFiles):
         if self.local:
             self.local.close()
         super().teardown()
-
-    def _save(self, folder: Path) -> None:
-        if self.local:
-            self.local.save(folder)
-
-    def _load(self, folder: Path) -> None:
-        if self.local:
-            rank_files.load(self.local, folder)
 
 
 def _options_of_ddp(settings: dict[str, Any]) -> dict[str, Any]:

@@ -121,11 +121,8 @@ class Compressor(compressor.Compressor):
 
     # -- the exchange ---------------------------------------------------------------------------------------
 
+    @deferred()
     def _allreduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
-        with deferred():
-            return self._reduce(arrays, op, out)
-
-    def _reduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
         began = time.perf_counter()
         self._transport.begin()
         self.rank_state.begin_round()
@@ -179,7 +176,9 @@ class Compressor(compressor.Compressor):
             raise ValueError(f'op = {op!r} must be "average" or "sum"')
         given = (op, *((name, array.shape, array.dtype) for name, array in arrays.items()))
         if self._tensors is None or given != self._tensors.given:
-            specs = [_spec(name, array.shape, array.dtype) for name, array in arrays.items()]
+            if wrong := [name for name in arrays if not isinstance(name, str)]:
+                raise TypeError(f"the name of a tensor must be a string, not {wrong[0]!r}")
+            specs = [TensorSpec(name, array.shape, str(array.dtype)) for name, array in arrays.items()]
             tensors = {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs}
             terms = SharedConfig({**self.plan.to_dict(), "op": op}, tensors)
             # Largest bucket first: its collective overlaps with the encoding of all others
@@ -271,9 +270,3 @@ def _check_outs(out: Mapping[str, Array] | None, arrays: Mapping[str, Array]) ->
                 f"out[{name!r}] must be a contiguous, writeable array of shape {array.shape} and dtype {array.dtype}"
             )
     return {name: out[name] for name in arrays}
-
-
-def _spec(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorSpec:
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a tensor must be a string, not {name!r}")
-    return TensorSpec(name, shape, str(dtype))

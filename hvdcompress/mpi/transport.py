@@ -18,9 +18,9 @@ import numpy as np
 from mpi4py import MPI
 
 import hvdcompress.ops
-from hvdcompress.engine.agreement import peer_error, text_of
+from hvdcompress.engine.agreement import text_of
 from hvdcompress.engine.nodes import Nodes
-from hvdcompress.engine.safety.alarm import Alarm, Call, missing_calls
+from hvdcompress.engine.safety.alarm import Alarm, AlarmTransport, Call
 from hvdcompress.engine.transport import Request
 
 Array = np.ndarray[Any, Any]
@@ -41,7 +41,7 @@ class Handle:
     buffers: list[Any]
 
 
-class MPITransport:
+class MPITransport(AlarmTransport):
     """Collectives over one communicator, matched by their order.
 
     The transport has a duplicate of the communicator, so that its messages do not mix with those of the program.
@@ -50,36 +50,20 @@ class MPITransport:
     Args:
         comm: an intracommunicator.
         alarms: the alarms of all ranks. None to make them, for the ranks of ``comm``.
-
-    Attributes:
-        calls: the collectives that this rank has started in this step.
-        running: those of them that are in flight.
+        ranks: the ranks of ``comm``, as ranks of the alarms; None if they are the same.
     """
 
-    ordered = True
-    native_broadcast = False
-    variable_lengths = False
-
-    def __init__(self, comm: MPI.Comm, alarms: Alarms | None = None):
+    def __init__(self, comm: MPI.Comm, alarms: Alarms | None = None, ranks: Sequence[int] | None = None):
+        super().__init__(alarms or Alarms(comm), ranks or range(comm.size))
         self.comm = comm.Dup()
         self.rank = comm.rank
         self.world_size = comm.size
-        self.calls: list[Call] = []
-        self.running: list[Handle] = []
-        self.alarms = alarms or Alarms(comm)
-        self._parts: list[MPITransport] = []  # transports of some of the ranks, which split() made
 
     def close(self) -> None:
         """Free the communicators; collective. Call it when no collective is in flight."""
-        for transport in (self, *self._parts):
+        for transport in (self, *self.parts):
             transport.comm.Free()
         self.alarms.close()
-
-    def begin(self) -> None:
-        """Begin a step. Forget the last one, which may have failed."""
-        self.alarms.step += 1
-        for transport in (self, *self._parts):
-            transport.calls.clear()
 
     def split(self, nodes: Nodes) -> tuple[MPITransport, MPITransport, MPITransport]:
         """Return transports to the owners of a node, between nodes, and from the owners of a node; collective.
@@ -87,12 +71,13 @@ class MPITransport:
         Args:
             nodes: the nodes.
         """
-        inside = self.comm.Split(nodes.node_of(self.rank))
-        between = self.comm.Split(nodes.local_rank(self.rank))
-        self._parts += [MPITransport(comm, self.alarms) for comm in (inside, between, inside)]
-        inside.Free()
-        between.Free()
-        return self._parts[0], self._parts[1], self._parts[2]
+        inside = nodes.ranks_of_node(nodes.node_of(self.rank))
+        between = nodes.counterparts(nodes.local_rank(self.rank))
+        for ranks in (inside, between, inside):
+            comm = self.comm.Split(ranks[0])
+            self.parts.append(MPITransport(comm, self.alarms, ranks))
+            comm.Free()
+        return self.parts[0], self.parts[1], self.parts[2]
 
     # -- collectives ----------------------------------------------------------------------------------------
 
@@ -154,34 +139,9 @@ class MPITransport:
 
     # -- failure --------------------------------------------------------------------------------------------
 
-    def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks after one of them has failed; see ``engine/safety/alarm.py``.
-
-        Every rank tells all others its error and the collectives that it has started. Then each rank joins, with
-        zeros, the collectives that only others have started, so that none of them waits forever.
-
-        Args:
-            error: the error of this rank, or None if another rank failed.
-
-        Returns:
-            The exception that this rank should raise: PeerError with the errors of all ranks, or RuntimeError if the
-            ranks are in different steps.
-        """
-        transports = [self, *self._parts]
-        everyone = self.alarms.exchange(error, [transport.calls for transport in transports])
-        if len({step for step, _, _ in everyone}) > 1:
-            counts = ", ".join(f"rank {rank}: {step}" for rank, (step, _, _) in enumerate(everyone))
-            return RuntimeError(
-                f"the ranks are in different steps and cannot go on ({counts}); call allreduce equally often on each"
-            )
-        for number, transport in enumerate(transports):
-            ranks = MPI.Group.Translate_ranks(transport.comm.group, None, self.comm.group)
-            transport._join_missing([everyone[rank][2][number] for rank in ranks])
-        return peer_error([text for _, text, _ in everyone])
-
-    def _join_missing(self, everyone: Sequence[Sequence[Call]]) -> None:
-        """Take part, with zeros, in every collective of this step that only other ranks have started."""
-        for call in missing_calls(everyone, self.rank):
+    def join(self, calls: Sequence[Call]) -> None:
+        """Start collectives with zeros, and wait for all collectives in flight."""
+        for call in calls:
             self._launch(call, np.zeros(call.size, call.dtype))
         MPI.Request.Waitall([handle.request for handle in self.running])
         self.running.clear()
@@ -237,9 +197,7 @@ class Alarms:
         self._received[int(self._alarm_step[0])] += 1
         self._listen()
 
-    def exchange(
-        self, error: Exception | None, calls: Sequence[Sequence[Call]]
-    ) -> list[tuple[int, str, list[list[Call]]]]:
+    def exchange(self, error: Exception | None, calls: Sequence[Sequence[Call]]) -> list[tuple[str, list[list[Call]]]]:
         """Send an alarm after an error of this rank, and exchange errors and calls with all ranks.
 
         Args:
@@ -247,14 +205,17 @@ class Alarms:
             calls: for each transport, the collectives that this rank has started in this step.
 
         Returns:
-            For every rank, its step, its error text and its ``calls``.
+            For every rank, its error text and its ``calls``.
+
+        Raises:
+            RuntimeError: the ranks are in different steps.
         """
         alarms = []
         if error is not None:
             number = np.array([self.step], np.int64)
             alarms = [self.comm.Isend(number, rank) for rank in range(self.comm.size) if rank != self.comm.rank]
         text = text_of(error)
-        everyone: list[tuple[int, str, list[list[Call]]]] = self.comm.allgather((self.step, text, calls))
+        everyone = self.comm.allgather((self.step, text, calls))
         # Each rank with an error of its own has sent an alarm. Receive all of them, or the next step would
         expected = sum(bool(text) for rank, (_, text, _) in enumerate(everyone) if rank != self.comm.rank)
         while self._received[self.step] < expected:
@@ -262,7 +223,12 @@ class Alarms:
             self._receive()
         del self._received[self.step]
         MPI.Request.Waitall(alarms)
-        return everyone
+        if any(step != self.step for step, _, _ in everyone):
+            counts = ", ".join(f"rank {rank}: {step}" for rank, (step, _, _) in enumerate(everyone))
+            raise RuntimeError(
+                f"the ranks are in different steps and cannot go on ({counts}); call allreduce equally often on each"
+            )
+        return [(text, calls) for _, text, calls in everyone]
 
 
 OPS = {"sum": MPI.SUM, "max": MPI.MAX}

@@ -159,5 +159,5 @@ def test_compressor_of_another_model_is_refused(driver):
     handle.reduce(driver.gradients(0, SHAPES))
     shapes = {name: (*shape, 2) for name, shape in SHAPES.items()}
     other = TensorFlowHandle(handle.compressor, shapes)
-    words = ["serves another model"]
+    words = ["more gradients", "one Compressor for each model"]
     driver.must_raise(ValueError, words, lambda: other.reduce(driver.gradients(0, shapes)), same=False)

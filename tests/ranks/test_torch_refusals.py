@@ -38,7 +38,7 @@ def test_parameter_that_is_frozen_on_one_rank_is_refused(driver):
     reduce_once(opt, params, grads)
     params["a"].requires_grad_(driver.rank != 1)
     names = [name for name, parameter in params.items() if parameter.requires_grad]
-    words = ["ranks disagree: tensor 'a'", "frozen' on rank 1"]
+    words = ["ranks disagree: plan key 'frozen'", "['a'] on rank 1"]
     driver.must_raise(PeerError, words, lambda: reduce_once(opt, params, grads, names))
 
 
@@ -66,8 +66,8 @@ def test_wrong_arguments_are_named(driver):
     model = torch.nn.Linear(4, 4)
     for given, words in (
         (model.parameters(), "no names, like those of model.parameters()"),
-        (model, "not the model itself"),
-        (torch.nn.Linear, "not the class itself"),
+        (model, "not the model or its class"),
+        (torch.nn.Linear, "not the model or its class"),
         ([1, 2], "not 1"),
     ):
         words = ["model.named_parameters()", words]

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
-from hvdcompress.cli.started import started
+from hvdcompress.launchers import started
 from hvdcompress.plan import Plan, load_plan, plan_of, settings_of
 
 ALONE, DENSE = "no exchange", "dense"

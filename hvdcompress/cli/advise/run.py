@@ -21,7 +21,7 @@ from hvdcompress.cli.advise.ranks import ALONE, DENSE, AdviseError, Contender, R
 from hvdcompress.cli.advise.workload import Workload
 from hvdcompress.cli.console import fail, print_table
 from hvdcompress.cli.numbers import bits_of, duration, number, size
-from hvdcompress.cli.started import is_first
+from hvdcompress.launchers import is_first
 
 PATIENCE = 2.0  #: seconds within which a launcher ends the other ranks when one has failed
 

@@ -8,10 +8,11 @@ alarm is sent and noticed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from hvdcompress.engine.agreement import PeerError
+from hvdcompress.engine.agreement import PeerError, peer_error
 from hvdcompress.engine.exchange import ExchangeError
 
 
@@ -36,22 +37,71 @@ class Call(NamedTuple):
     dtype: str
     size: int
     op: str
-    send_lengths: tuple[int, ...] | None
-    recv_lengths: tuple[int, ...] | None
+    send_lengths: Sequence[int] | None
+    recv_lengths: Sequence[int] | None
     device: str = "cpu"
 
 
-class AlarmTransport(Protocol):
-    """A transport that can end a step on all ranks."""
+class AlarmTransport(ABC):
+    """Base of the transports that match collectives by order, and can end a step on all ranks.
+
+    Args:
+        alarms: the alarms of all ranks, with a method ``exchange``.
+        ranks: the ranks that take part, as ranks of the alarms.
+
+    Attributes:
+        calls: the collectives that this rank has started in this step.
+        running: those that are in flight.
+        parts: transports of some of the ranks, for exchanges with two levels.
+    """
+
+    rank: int
+    ordered = True
+    native_broadcast = False
+    variable_lengths = False
+
+    def __init__(self, alarms: Any, ranks: Sequence[int]):
+        self.alarms = alarms
+        self.ranks = ranks
+        self.calls: list[Call] = []
+        self.running: list[Any] = []
+        self.parts: list[Any] = []
+
+    def begin(self) -> None:
+        """Begin a step. Forget the last one, which may have failed."""
+        self.alarms.step += 1
+        for transport in (self, *self.parts):
+            transport.calls.clear()
 
     def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks after a failure.
+        """End the step on all ranks after one of them has failed.
+
+        Every rank tells all others its error and the collectives that it has started. Then each rank joins, with
+        zeros, the collectives that only others have started, so that none of them waits forever.
 
         Args:
             error: the error of this rank; None on ranks that caught an :class:`Alarm`.
 
         Returns:
-            The error that every rank raises, with the same message everywhere.
+            The exception that this rank should raise: PeerError with the errors of all ranks, the same everywhere; or
+            another one if the ranks cannot reach each other.
+        """
+        transports = [self, *self.parts]
+        try:
+            everyone = self.alarms.exchange(error, [transport.calls for transport in transports])
+            for number, transport in enumerate(transports):
+                started = [everyone[rank][1][number] for rank in transport.ranks]
+                transport.join(missing_calls(started, transport.rank))
+        except RuntimeError as lost:
+            return lost
+        return peer_error([text for text, _ in everyone])
+
+    @abstractmethod
+    def join(self, calls: Sequence[Call]) -> None:
+        """Start collectives with zeros, and wait for all collectives in flight.
+
+        Raises:
+            RuntimeError: the network does not work any more.
         """
 
 

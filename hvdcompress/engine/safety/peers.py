@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import secrets
 import socket
 import struct
@@ -20,20 +18,12 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+from hvdcompress.launchers import is_one_host, master_hosts
+
 LOCALHOST = "127.0.0.1"  #: the server's address if all ranks are on one host
 CONNECT_TIMEOUT = 1.0  #: seconds for connecting
 MESSAGE_TIMEOUT = 3.0  #: seconds for each message of a peer
 MAX_MESSAGE_BYTES = 1 << 16  #: bytes of a message, at most
-
-#: (variable with the number of ranks on this host, variable with the number of all ranks), by launcher
-SIZE_VARIABLES = (
-    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
-    ("HOROVOD_LOCAL_SIZE", "HOROVOD_SIZE"),
-    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
-    ("MPI_LOCALNRANKS", "PMI_SIZE"),
-)
-#: variables in which launchers store an address of the master host
-MASTER_VARIABLES = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "OMPI_MCA_orte_hnp_uri", "SLURM_LAUNCH_NODE_IPADDR")
 REMOTE_ADDRESS = "192.0.2.1"  #: an address for documentation (RFC 5737); only used to find the default route
 
 Message = dict[str, Any]
@@ -137,11 +127,9 @@ def own_address() -> str:
 
     If the launcher reports that all ranks are on this host, it is :data:`LOCALHOST`.
     """
-    if any(os.environ.get(local, "-") == os.environ.get(all_) for local, all_ in SIZE_VARIABLES):
+    if is_one_host():
         return LOCALHOST
-    known = [os.environ[name] for name in MASTER_VARIABLES if os.environ.get(name)]
-    masters = [host for text in known for host in re.findall(r"tcp://([\d.,]+)", text) or [text]]
-    for host in [one for text in masters for one in text.split(",")] + [REMOTE_ADDRESS]:
+    for host in [*master_hosts(), REMOTE_ADDRESS]:
         with contextlib.suppress(OSError):
             family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:

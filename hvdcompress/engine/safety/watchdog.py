@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from hvdcompress.engine.safety.peers import LOCALHOST, MESSAGE_TIMEOUT, AnswerServer, Message, Unreachable, query
 from hvdcompress.engine.telemetry.log import LOGGER
+from hvdcompress.launchers import has_launcher_as_parent
 
 TICK = 0.5  #: seconds between two checks
 DEFAULT_TIMEOUT = 1800  #: seconds; the same as PyTorch's process groups
@@ -40,8 +41,6 @@ MAX_REFUSALS = 2  #: refused connections in a row after which a rank is consider
 GRACE_PERIOD = MESSAGE_TIMEOUT + 2.0
 #: factor of MAX_REFUSALS in the first step: a rank may end properly while another one still compiles
 FIRST_STEP_FACTOR = 6
-#: variables that launchers set for the processes that they start
-LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK")
 
 
 class Progress(NamedTuple):
@@ -344,7 +343,7 @@ class _Service:
         return progress
 
     def _run(self) -> None:
-        launched = any(name in os.environ for name in LAUNCHER_VARIABLES)
+        launched = has_launcher_as_parent()
         while True:
             self.wake.wait(TICK)
             self.wake.clear()

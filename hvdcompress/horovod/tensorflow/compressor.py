@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,30 +39,18 @@ from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import compare_configs
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
-from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.telemetry.observer import Sent
+from hvdcompress.horovod.process_sets import has_changed, number_compressor
 from hvdcompress.horovod.tensorflow.naming import Names
 from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, with_denormals
+from hvdcompress.launchers import is_elastic
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.parts.momentum import Moment
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.settings import Settings
 
 GRAPH_PER_TENSOR = "in TensorFlow each gradient has a graph of its own, in which the other gradients are not available"
-
-_numbers: Counter[int] = Counter()  # see engine.compressor.next_compressor_number
-
-
-def _number(process_set: Any, watchdog: Watchdog) -> int:
-    """Return a number for a new Compressor, the same on all ranks of the process set; collective."""
-    set_id = process_set.process_set_id
-
-    def largest(number: int) -> int:
-        name = f"hvdcompress.set{set_id}.number"
-        return int(hvd.allreduce(tf.constant([number]), name=name, op=hvd.Max, process_set=process_set)[0])
-
-    return compressor.next_compressor_number(_numbers, set_id, largest, watchdog)
 
 
 def _count(counter: tf.Tensor, ended: tf.Tensor) -> None:
@@ -117,6 +104,11 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     driver = "TensorFlow"
     _no_fallback_reason = "in TensorFlow, ranks agree on each tensor, not on a step"
+    _refused: Mapping[str, str] = {
+        "verify_every": "in TensorFlow the Compressor sees only gradients, not parameters",
+        "nodes": GRAPH_PER_TENSOR,
+        "bucket_elements": GRAPH_PER_TENSOR,
+    }
 
     def __init__(
         self,
@@ -130,29 +122,21 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
         plan = plan_of(method, **settings)
-        if plan.verify_every:
-            raise ValueError("verify_every must be 0: in TensorFlow the Compressor sees only gradients, not parameters")
-        if plan.nodes:
-            raise ValueError(f"nodes must be 0: {GRAPH_PER_TENSOR}")
-        if plan.bucket_elements:
-            raise ValueError(f"bucket_elements must be 0: {GRAPH_PER_TENSOR}")
         if names is not None and len(set(names)) < len(names):
             repeated = sorted({name for name in names if list(names).count(name) > 1})
             raise ValueError(f"two tensors have the same name: {repeated}")
         self.names = None if names is None else list(names)
         self._names = Names(self.names)
         self.all_names: Callable[[], Sequence[str]] = list  # names of all variables; empty as long as they are unknown
-        self._ordinals: int | None = None  # number of gradients without variable or name in a graph that has some
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
         self._segments = Segments(self.rank_state, self._current_loss_scale)
-        number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
+        number = number_compressor(hvd, tf.constant, process_set, self.watchdog)
         # hvd.elastic.run recognizes that a peer is gone by the text HorovodAllreduce in the name of the failed node
         self.prefix = f"HorovodAllreduce.hvdcompress.tf.set{process_set.process_set_id}.compressor{number}"
         self.buckets: dict[str, Bucket] = {}
         # by outermost graph
         self._traced: weakref.WeakKeyDictionary[Any, Traced] = weakref.WeakKeyDictionary()
-        self._variables: set[Any] = set()  # captured by the graphs: the model's variables and others
         self._exchange_counts: dict[str, tf.Tensor] = {}  # variables that count a tensor's completed exchanges
         self._name: str | None = None  # set inside of naming()
         self._plans_compared = False
@@ -189,12 +173,12 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         flat = flat if flat.dtype == dtype else tf.cast(flat, dtype)
         ended = tf.raw_ops.ReadVariableOp(resource=self._counter(bucket.spec.name, traced), dtype=tf.int64)
         segments = self._segments
-        chains = self._chains(bucket)
+        chains = list(dict.fromkeys(self._rehearsals(bucket).values()))
         # With one chain, the first segment also returns the first payload: a segment costs a call into Python
         first = chains[0][:1] if len(chains) == 1 else ()
 
         def begin(gradient: Array, _: Array) -> list[Array]:
-            probe = segments.begin(bucket, gradient, traced, self._refuse_other_ordinals(traced))
+            probe = segments.begin(bucket, gradient, traced)
             return [probe, *(segments.send(bucket, 0, first[0]) if first else ())]
 
         probe, *payload = _segment(begin, [flat, ended], [tf.float32, *(_dtypes(first[0]) if first else ())])
@@ -241,10 +225,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
 
     # -- the graph -------------------------------------------------------------------------------------
-
-    def _chains(self, bucket: Bucket) -> list[tuple[Round, ...]]:
-        """Return the different sequences of collectives that the bucket's exchange has over time."""
-        return list(dict.fromkeys(self._rehearsals(bucket).values()))
 
     def _rehearsals(self, bucket: Bucket) -> dict[tuple[int, int], tuple[Round, ...]]:
         """Return the sequence of collectives for each (stage of the plan, phase of the method)."""
@@ -315,7 +295,12 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         """Return the bucket of a gradient, and the tensors that were traced in the same outermost graph."""
         if tensor.shape.num_elements() is None:
             raise ValueError(f"a gradient of unknown shape {tensor.shape} cannot be compressed: give it a static shape")
-        name, traced = self._note_name(tensor)
+        name = self._name or self._names.of_variable(tensor)
+        if name is None:
+            raise ValueError(
+                "hvd.allreduce gives the gradient no name, and residuals are kept by name: use "
+                'hvd.DistributedGradientTape, or `with compressor.naming("layer1/kernel"):` around each hvd.allreduce'
+            )
         spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype.name, "hwio")
         known = self.buckets.get(name)
         if known is None:
@@ -328,49 +313,10 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         if (known.spec.shape, known.spec.dtype) != (spec.shape, spec.dtype):
             raise ValueError(
                 f"gradient {name!r} had shape {known.spec.shape} and dtype {known.spec.dtype} before, and has "
-                f"{spec.shape} and {spec.dtype} now: gradients without a variable must always be reduced in the same "
-                "order. Use hvd.DistributedGradientTape, which knows the variables, or `with compressor.naming(…):`"
+                f"{spec.shape} and {spec.dtype} now: give each gradient a name of its own"
             )
-        return known, traced
-
-    def _note_name(self, tensor: tf.Tensor) -> tuple[str, Traced]:
-        """Return the name of a gradient, and the tensors that were traced in the same outermost graph."""
-        graphs = _graphs()
-        outermost = graphs[-1] if graphs else None
-        if outermost is not None and outermost not in self._traced:
-            self._refuse_another_model(graphs)
-        traced = Traced() if outermost is None else self._traced.setdefault(outermost, Traced())
-        name = self._name
-        if name is None and outermost is None:
-            raise ValueError(
-                "hvd.allreduce outside of a tf.function gives the gradient no name, and residuals are kept by name: "
-                'use hvd.DistributedGradientTape, or `with compressor.naming("layer1/kernel"):` around each '
-                "hvd.allreduce"
-            )
-        name = name or self._names.of_variable(tensor)
-        if name is None:
-            name = self._names.of_ordinal(traced.ordinals)
-            traced.ordinals += 1
-        return name, traced
-
-    def _refuse_other_ordinals(self, traced: Traced) -> Exception | None:
-        """Return an error if a graph has another number of unnamed gradients than an earlier graph.
-
-        Unnamed gradients are known by their ordinal, and an equal ordinal may then mean another variable. This can be
-        checked only when the graph runs, because nothing marks the end of a trace.
-        """
-        if not traced.ordinals:
-            return None
-        if self._ordinals is None:
-            self._ordinals = traced.ordinals
-        if traced.ordinals == self._ordinals:
-            return None
-        return ValueError(
-            f"hvd.allreduce reduces {traced.ordinals} gradients without a name in this graph, and {self._ordinals} in "
-            "an earlier one: they are known only by their order, so they would take each other's residuals. Use "
-            "hvd.DistributedGradientTape, which knows the variables, or one tf.function, or `with "
-            'compressor.naming("layer1/kernel"):` around each hvd.allreduce'
-        )
+        graph = _outermost_graph()
+        return known, Traced() if graph is None else self._traced.setdefault(graph, Traced())
 
     def _counter(self, name: str, traced: Traced) -> tf.Tensor:
         """Return the variable that counts a tensor's completed exchanges."""
@@ -384,28 +330,14 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             with tf.init_scope():
                 self._exchange_counts[name] = handle()
                 tf.raw_ops.AssignVariableOp(resource=self._exchange_counts[name], value=tf.constant(0, tf.int64))
-        graph = _graphs()[-1:]
-        if not graph:
+        graph = _outermost_graph()
+        if graph is None:
             return self._exchange_counts[name]
         # A graph that captured the resource could not be exported: no object of the model owns it
         if name not in traced.handles:
-            with graph[0].as_default(), tf.control_dependencies(None):
+            with graph.as_default(), tf.control_dependencies(None):
                 traced.handles[name] = handle().name
-        return graph[0].get_tensor_by_name(traced.handles[name])
-
-    def _refuse_another_model(self, graphs: Sequence[Any]) -> None:
-        """Raise ValueError for a graph without any variable of the earlier graphs.
-
-        It probably belongs to another model, and unnamed gradients of both models would share residuals.
-        """
-        captured = [tensor for graph in graphs for tensor in getattr(graph, "external_captures", ())]
-        here = {each.ref() for each in captured if each.dtype == tf.resource and not tf.is_symbolic_tensor(each)}
-        if here and self._variables and not here & self._variables:
-            raise ValueError(
-                "this Compressor serves another model: this step uses none of its variables; make one Compressor for "
-                "each model"
-            )
-        self._variables |= here
+        return graph.get_tensor_by_name(traced.handles[name])
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
@@ -501,7 +433,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return self._segments.waits_for()
 
     def _is_over(self) -> bool:
-        return compressor.process_set_changed(self.process_set, self.rank_state.world_size)
+        return has_changed(self.process_set, self.rank_state.world_size)
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -512,12 +444,10 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             name: the name of the variable.
 
         Raises:
-            KeyError: no tensor with this name has been traced.
+            KeyError: no tensor with this name has been reduced.
         """
-        if name not in self.buckets:
-            raise KeyError(f"no tensor {name!r} has been reduced yet; known: {', '.join(self.buckets) or 'none'}")
-        shape = self.buckets[name].spec.shape
-        flat = self.rank_state.residual(name) if name in self.rank_state.names() else None
+        shape = self.rank_state.find(name)[0].bucket.spec.shape
+        flat = self.rank_state.residual(name)
         return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -548,12 +478,12 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         self.load_state_dict(checkpoint.from_bytes(string_value))
 
 
-def _graphs() -> list[Any]:
-    """Return the graphs that are being traced, outermost last. Conditionals and nested functions have inner ones."""
+def _outermost_graph() -> Any:
+    """Return the outermost graph that is being traced, or None. Conditionals and functions have graphs of their own."""
     graph = tf.compat.v1.get_default_graph()
-    found = []
+    found = None
     while getattr(graph, "outer_graph", None) is not None:
-        found.append(graph)
+        found = graph
         graph = graph.outer_graph
     return found
 
@@ -592,7 +522,7 @@ def _segment(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: 
                 result = function(*arrays)
         except Exception as error:
             # TensorFlow turns most exceptions into UnknownError, at which hvd.elastic.run ends without a message
-            if compressor.is_elastic():
+            if is_elastic():
                 raise ValueError(str(error)) from error
             raise
         return np.int32(0) if result is None else result

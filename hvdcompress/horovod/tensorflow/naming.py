@@ -53,16 +53,13 @@ class Names:
                 self._name(key)
         return self._name(keys[self._position(gradients, gradient)])
 
-    def of_ordinal(self, ordinal: int) -> str:
-        """Return the name of the n-th gradient of a graph among those without a known variable."""
-        return self._name((None, ordinal))
-
     def _name(self, key: Hashable) -> str:
         if key not in self._known:
             number = len(self._known)
             if self.given is not None and number >= len(self.given):
                 raise ValueError(
-                    f"there are more gradients than the {len(self.given)} names that the Compressor was given"
+                    f"there are more gradients than the {len(self.given)} names that the Compressor was given: name "
+                    "all variables, and make one Compressor for each model"
                 )
             self._known[key] = str(number) if self.given is None else self.given[number]
         return self._known[key]

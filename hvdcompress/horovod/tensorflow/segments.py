@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ def with_denormals() -> Iterator[None]:
         _libm.fesetenv(before)
 
 
+@dataclass(eq=False)
 class Traced:
     """The tensors that were traced in one outermost graph.
 
@@ -69,17 +71,14 @@ class Traced:
         exchanged: names of the tensors that the engine exchanges.
         passing: buckets that the stock all-reduce reduces. The first gradient of a graph is never one of them, since
             its exchange tells the engine about the others.
-        ordinals: number of gradients with neither a variable nor a name, which are known by their ordinal.
         ended: how many exchanges of each tensor have ended in this graph, including failed ones.
         handles: names of the graph's handles of the variables that count exchanges, by tensor.
     """
 
-    def __init__(self) -> None:
-        self.exchanged: list[str] = []
-        self.passing: list[Bucket] = []
-        self.ordinals = 0
-        self.ended: Counter[str] = Counter()
-        self.handles: dict[str, str] = {}
+    exchanged: list[str] = field(default_factory=list)
+    passing: list[Bucket] = field(default_factory=list)
+    ended: Counter[str] = field(default_factory=Counter)
+    handles: dict[str, str] = field(default_factory=dict)
 
 
 class Segments:
@@ -112,20 +111,13 @@ class Segments:
 
     # -- the segments ---------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        bucket: Bucket,
-        gradient: Array,
-        traced: Traced,
-        refusal: Exception | None = None,
-    ) -> Array:
+    def begin(self, bucket: Bucket, gradient: Array, traced: Traced) -> Array:
         """Start the exchange of a gradient [n].
 
         Args:
             bucket: the tensor.
             gradient: its gradient, flat.
             traced: the graph of the gradient.
-            refusal: an error with which to refuse the gradient; None if it may be exchanged.
 
         Returns:
             The input of the stock all-reduce: the probe [PROBE] float32.
@@ -137,8 +129,8 @@ class Segments:
             finite: Any = True
             requests = False
             try:
-                if problem := self.failure or refusal:
-                    raise problem
+                if self.failure:
+                    raise self.failure
                 scale = self.loss_scale()
                 if traced is not self._begun:
                     self._begun = traced

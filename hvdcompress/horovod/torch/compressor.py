@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Unpack
 
 import horovod.torch as hvd
@@ -24,37 +25,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvdcompress._torch.compressor import TensorCompressor, named
 from hvdcompress.engine.agreement import PeerError, SharedConfig, compare_configs, factor_of
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.compressor import is_elastic, next_compressor_number, process_set_changed
 from hvdcompress.engine.intake import SMALL
 from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
-from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
+from hvdcompress.horovod.process_sets import has_changed, number_compressor
 from hvdcompress.horovod.torch.transport import HorovodTransport
+from hvdcompress.launchers import is_elastic
 from hvdcompress.method import Method
 from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
 from hvdcompress.settings import Settings
 
-_numbers: Counter[int] = Counter()  # see engine.compressor.next_compressor_number
 _hook_handles: list[Any] = []  # at most one: of the optimizers' pre-step hook, registered with the first Compressor
 
 
-def _number(process_set: Any, watchdog: Watchdog) -> int:
-    """Return a number for a new Compressor, the same on all ranks of the process set; collective."""
-    set_id = process_set.process_set_id
-
-    def largest(number: int) -> int:
-        name = f"hvdcompress.set{set_id}.number"
-        return int(
-            hvd.allreduce(torch.tensor([number], device="cpu"), name=name, op=hvd.Max, process_set=process_set)[0]
-        )
-
-    return next_compressor_number(_numbers, set_id, largest, watchdog)
-
-
+@dataclass(eq=False, slots=True)
 class GradientContext:
     """The ``ctx`` that Horovod passes from ``compress`` to ``decompress``: one gradient of one step.
 
@@ -64,12 +52,9 @@ class GradientContext:
         passed: whether the stock all-reduce reduces the gradient itself.
     """
 
-    __slots__ = ("gradient", "name", "passed")
-
-    def __init__(self, gradient: torch.Tensor):
-        self.gradient = gradient
-        self.name = ""
-        self.passed = False
+    gradient: torch.Tensor
+    name: str = ""
+    passed: bool = False
 
 
 class Clock:
@@ -109,27 +94,25 @@ class Clock:
         local.note_step(self.began, now, blocked, self.waited)
 
 
+@dataclass(eq=False)
 class Arrivals:
     """The gradients that have arrived in the open step.
 
     Attributes:
         step: the engine's step.
+        clock: measures the time of the step.
         passing: contexts of the gradients that the stock all-reduce reduces, until the engine is told about them.
         order: parameter names in the order in which their gradients arrived.
         outstanding: names of the gradients for which ``decompress`` has not been called yet.
-        probes: inputs for stock all-reduces.
         launched: whether every exchange is in flight, which is the case from the first ``decompress`` on.
-        clock: measures the time of the step.
     """
 
-    def __init__(self, step: Step, probes: Iterator[torch.Tensor], clock: Clock):
-        self.step = step
-        self.probes = probes
-        self.passing: list[GradientContext] = []
-        self.order: list[str] = []
-        self.outstanding: set[str] = set()
-        self.launched = False
-        self.clock = clock
+    step: Step
+    clock: Clock
+    passing: list[GradientContext] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    outstanding: set[str] = field(default_factory=set)
+    launched: bool = False
 
 
 class Compressor(TensorCompressor, hvd.compression.Compressor):
@@ -188,11 +171,10 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         if plan.nodes:
             location = _location(process_set, plan.nodes)
         super().__init__(plan, rank, world_size, trained, loss_scale, backend, location)
-        self.model_parameters = dict(pairs)
+        self.framework.parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
-        self._step: Step | None = None  # the step of allreduce()
-        number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
+        number = number_compressor(hvd, partial(torch.tensor, device="cpu"), process_set, self.watchdog)
         self.prefix = f"hvdcompress.set{process_set.process_set_id}.compressor{number}"
         self._probe = torch.tensor(
             [1.0 / world_size, (self.rank_state.rank + 1.0) / world_size**2], dtype=torch.float32, device="cpu"
@@ -256,8 +238,6 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         arrivals = self._open_step()
         step = arrivals.step
         try:
-            if not (self._plans_compared or arrivals.order):
-                self.watchdog.endpoint()  # this starts the watchdog
             ctx.name = self._identify(tensor, len(arrivals.order))
             self._add(arrivals, ctx)
             # While plans may still differ, ranks may start collectives of different shapes. Waiting for one would
@@ -269,7 +249,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             raise
         except Exception as error:
             step.fail(error)
-        stock = self._stock_input(ctx, step, arrivals.probes)
+        stock = self._stock_input(ctx, step)
         arrivals.clock.leave()
         return stock, ctx
 
@@ -317,6 +297,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 self._keep_hooked_parameters()
             self._last_order = arrivals.order
             self._arrivals = None
+            self._step = None
             self._plans_compared = True
             self._end_step(arrivals.step)
             arrivals.clock.note_step(self.rank_state)
@@ -334,17 +315,19 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                     f"{self.process_set.size()} now; make the Compressor and the optimizer again"
                 )
             self._discard_step()
-            self._note_frozen()
-            self.rank_state.begin_round()
-            step = self._new_step(self._network, self._terms, Agree.BEFORE_WAITING)
-            self._arrivals = Arrivals(step, self._probes(), Clock(self.ledger))
+            self._arrivals = Arrivals(self._begin_step(), Clock(self.ledger))
         return self._arrivals
 
-    def _run_step(self, add: Callable[[Step], None], factor: float) -> None:
-        self.watchdog.endpoint()  # this starts the watchdog
+    def _begin_step(self) -> Step:
         self._note_frozen()
         self.rank_state.begin_round()
         step = self._step = self._new_step(self._network, self._terms, Agree.BEFORE_WAITING)
+        with step.defer_errors:
+            self.watchdog.endpoint()  # this starts the watchdog
+        return step
+
+    def _run_step(self, add: Callable[[Step], None], factor: float) -> None:
+        step = self._begin_step()
         step.factor = factor
         try:
             with step.defer_errors:
@@ -381,22 +364,15 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self.rank_state.regroup(self._buckets())
             self.rank_state.forget(others)
 
-    def _is_under_way(self) -> bool:
-        arrivals = self._arrivals
-        return self._step is not None or (arrivals is not None and arrivals.step.has_begun)
-
-    def _waits_for(self) -> str | None:
-        step = self._arrivals.step if self._arrivals else self._step
-        return step.waits_for() if step else None
-
     def _is_over(self) -> bool:
-        return process_set_changed(self.process_set, self.rank_state.world_size)
+        return has_changed(self.process_set, self.rank_state.world_size)
 
     def _discard_step(self) -> None:
         """Discard the open step, if there is one. State stays as it was before the step."""
         if self._arrivals:
             self._arrivals.step.abandon()
-            self._arrivals = None
+        self._arrivals = None
+        self._step = None
 
     def _add(self, arrivals: Arrivals, ctx: GradientContext) -> None:
         """Give a gradient to the engine, or leave it to the stock all-reduce if its method changes nothing."""
@@ -492,7 +468,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             return
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None and parameter not in hooked:
-                name = next((n for n, p in self.model_parameters.items() if p is parameter), tuple(parameter.shape))
+                name = next((n for n, p in self.framework.parameters.items() if p is parameter), tuple(parameter.shape))
                 raise ValueError(
                     f"the gradient of parameter {name!r} is not reduced: it was added to the optimizer, or made "
                     "trainable, after hvd.DistributedOptimizer was made; make the optimizer and the Compressor again, "
@@ -501,13 +477,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
     # -- stock all-reduces ----------------------------------------------------------------------------------
 
-    def _probes(self) -> Iterator[torch.Tensor]:
-        """Return the probes of a step, one for each gradient. Each is a copy, since Horovod reduces it in place."""
-        yield from self._probe.repeat(len(self.parameters), 1)
-        while True:  # more gradients than parameters: one of them arrived twice, which _add() refuses
-            yield self._probe.clone()
-
-    def _stock_input(self, ctx: GradientContext, step: Step, probes: Iterator[torch.Tensor]) -> torch.Tensor:
+    def _stock_input(self, ctx: GradientContext, step: Step) -> torch.Tensor:
         """Return the tensor that Horovod all-reduces for a gradient.
 
         It is the probe [1/p, (rank+1)/p²], with p ranks, whose reduction shows the operation; or the gradient itself,
@@ -518,7 +488,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             ctx.passed = True
             stock = ctx.gradient.contiguous()
         else:
-            stock = next(probes)
+            stock = self._probe.clone()  # Horovod reduces it in place
         payload = ctx.gradient if ctx.passed else None
         for observer in self.rank_state.observers:
             observer.sent(self.rank_state.rank, ctx.name, Sent("AllReduce", payload, stock.nbytes))
@@ -543,7 +513,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 return name
             if parameter is tensor:
                 raise ValueError("op=hvd.Adasum is not supported: it exchanges parameters, not gradients")
-        for name, parameter in self.model_parameters.items():
+        for name, parameter in self.framework.parameters.items():
             if parameter.grad is tensor:
                 raise ValueError(
                     f"{name!r} was frozen when the Compressor was made: make the Compressor again to train it"

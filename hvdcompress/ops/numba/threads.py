@@ -9,12 +9,12 @@ from functools import cache
 from math import ceil
 from typing import TypeVar
 
+from hvdcompress.launchers import local_size
+
 T = TypeVar("T")
 
 THREADS = "HVDCOMPRESS_THREADS"  #: environment variable: number of threads per rank
 MIN_RANGE = 1 << 20  #: minimum number of elements per thread: shorter ranges take less time than waking a thread
-#: environment variables in which launchers pass the number of ranks on this host
-LOCAL_RANKS = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
 @cache
@@ -29,9 +29,8 @@ def count() -> int:
         if not given.isdecimal() or int(given) < 1:
             raise ValueError(f"{THREADS} must be a number of threads, 1 or more, not {given!r}")
         return int(given)
-    ranks = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdecimal()), 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(ranks, 1))
+    return max(1, cores // max(local_size(), 1))
 
 
 @cache

@@ -76,7 +76,7 @@ class Run:
         with Device() as device, pytest.MonkeyPatch.context() as patch:
             for module in (driver, transport):
                 patch.setattr(module, "hvd", net)
-            patch.setattr(driver, "_number", lambda *_: 0)  # the real one counts the Compressors of a process
+            patch.setattr(driver, "number_compressor", lambda *_: 0)  # the real one counts the Compressors of a process
             settings = {"min_elements": 1, "bucket_elements": 0, **settings}
             compressor = driver.Compressor(method, parameters.items(), process_set=net, **settings)
             for step in range(STEPS):

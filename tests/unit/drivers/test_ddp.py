@@ -44,8 +44,8 @@ def test_a_script_without_a_ddp_module_is_warned_of(
 @pytest.mark.parametrize(
     "line,words",
     [
-        (["train.py"], "--plan FILE or --method ID"),
-        (["--plan", "a.yaml", "--method", "topk", "train.py"], "--plan FILE or --method ID"),
+        (["train.py"], "one of the arguments --plan --method is required"),
+        (["--plan", "a.yaml", "--method", "topk", "train.py"], "not allowed with argument --plan"),
         (["--plan", "missing.yaml", "train.py"], "missing.yaml"),
         (["--method", "topkk", "train.py"], "did you mean"),
         (["--method", "topk", "--set", "density", "train.py"], "KEY=VALUE, not 'density'"),

@@ -22,6 +22,7 @@ FRAMEWORKS = {
 #: Components by layer, the lowest first. A file imports from its own component and from lower layers only. The longest
 #: prefix of a file's path names its component.
 LAYERS: list[set[str]] = [
+    {"launchers"},
     {"ops"},
     {"method"},
     {"parts"},
@@ -32,11 +33,12 @@ LAYERS: list[set[str]] = [
     {"engine"},
     {"loopback"},
     {"_torch"},
+    {"horovod/process_sets"},
     {"horovod", "horovod/torch", "horovod/tensorflow", "ddp", "mpi"},
     {"fsdp", "horovod/keras", "local_steps"},
     {"integrations"},
     {"testing"},
-    {"cli/started", "cli/numbers"},
+    {"cli/numbers"},
     {"cli/console"},
     {"cli/advise"},
     {"cli"},

@@ -8,6 +8,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 
+from hvdcompress import launchers
 from hvdcompress.ops.numba import ops, threads
 from tests.unit.ops.calls import CALLS, TO_ROUNDING
 from tests.unit.ops.comparing import Put, get, own_ops
@@ -92,7 +93,7 @@ def test_default_count_is_the_share_of_the_rank(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: int | None
 ) -> None:
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
-    for name in (threads.THREADS, *threads.LOCAL_RANKS):
+    for name in (threads.THREADS, *(each.local_size for each in launchers.LAUNCHERS)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, value)
     if expected is None:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from hvdcompress import launchers
 from hvdcompress.engine.safety import peers
 
 
@@ -110,7 +111,8 @@ HERE = "address of this host"
 )
 def test_own_address(variables: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the address of the interface towards the master host."""
-    for name in [*peers.MASTER_VARIABLES, *(name for pair in peers.SIZE_VARIABLES for name in pair)]:
+    sizes = [name for each in launchers.LAUNCHERS for name in (each.local_size, each.world_size)]
+    for name in [*launchers.MASTERS, *sizes]:
         monkeypatch.delenv(name, raising=False)
     here = peers.own_address()
     for name, value in variables.items():

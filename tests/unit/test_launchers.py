@@ -1,10 +1,10 @@
-"""The rank of a process, by the environment variables of launchers."""
+"""What launchers tell: the rank of a process, by the environment variables of launchers."""
 
 from __future__ import annotations
 
 import pytest
 
-from hvdcompress.cli.started import Started, is_first, started
+from hvdcompress.launchers import Started, is_first, started
 
 SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
 #: environment variables by launcher, and which rank that is

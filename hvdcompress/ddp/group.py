@@ -1,0 +1,85 @@
+"""Base of the Compressors over a process group of PyTorch: that of DDP and that of FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdcompress._torch.compressor import TensorCompressor
+from hvdcompress.ddp.transport import ProcessGroupTransport, connect
+from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.levels import Levels
+from hvdcompress.engine.nodes import Location
+from hvdcompress.engine.step import Agree, Step
+from hvdcompress.plan import IN_ORDER, Plan
+
+
+class GroupCompressor(TensorCompressor):
+    """Base of the Compressors over a process group. They have groups of their own, which the first step makes.
+
+    Args:
+        plan: the plan.
+        parent: the process group of all ranks that exchange gradients.
+        named_parameters, loss_scale, backend, location: as for :class:`TensorCompressor`.
+    """
+
+    grouping = IN_ORDER
+
+    def __init__(
+        self,
+        plan: Plan,
+        parent: Any,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        loss_scale: float | Callable[[], float],
+        backend: str,
+        location: Location | None = None,
+    ):
+        super().__init__(
+            plan, dist.get_rank(parent), dist.get_world_size(parent), named_parameters, loss_scale, backend, location
+        )
+        self._parent = parent
+        self._transport: ProcessGroupTransport | None = None
+        self._network: Collectives | Levels | None = None  # the collectives over the transport
+
+    def close(self) -> None:
+        """Free the Compressor's process group. Call it between steps."""
+        if self._transport:
+            self._transport.close()
+
+    def _connect(self, device: torch.device) -> None:
+        """Make the process groups, with all ranks, unless they are made already.
+
+        Args:
+            device: the device of the gradients.
+        """
+        if self._transport:
+            return
+        observers = self.rank_state.observers
+        nodes = self.rank_state.nodes
+        transport = connect(self._parent, device, self.watchdog, nodes)
+        if nodes is None:
+            self._network = Collectives(transport, observers)
+        else:
+            self._network = Levels.over(transport, transport.split(nodes), observers)
+        self._transport = transport
+
+    def _exchange(self, add: Callable[[Step], None], factor: float) -> Step:
+        """Run one step of the engine.
+
+        Args:
+            add: function that adds all gradients to the step.
+            factor: factor of sums over ranks.
+        """
+        assert self._transport is not None
+        assert self._network is not None
+        self._transport.begin()
+        step = self._step = self._new_step(self._network, self._terms, Agree.FIRST_AND_LAST)
+        step.factor = factor
+        try:
+            step.run(lambda: add(step))
+        finally:
+            self._step = None
+        return step
