@@ -185,7 +185,7 @@ class Compressor(GroupCompressor):
                     f"{name}: only {len(gradient)} of {len(self.parameters[name])} elements have a gradient; under "
                     "FSDP, compression needs a gradient of every parameter in every step"
                 )
-            step.add(bucket, [index], [self.framework.vector(step, bucket, gradient)])
+            step.add(bucket, [index], [self._framework.vector(step, bucket, gradient)])
 
         # FSDP adds the result to the gradients of earlier backward passes, which the optimizer has not used
         adds = any(parameter.grad is not None for parameter in self.shard.parameters[name])

@@ -300,7 +300,7 @@ def warm_up(plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None =
     """
     tensors: dict[Method, list[TensorSpec]] = {}
     for spec in specs:
-        for _, method in plan.program_of(spec).stages:
+        for _, method in plan.program_of(spec).periods:
             tensors.setdefault(method, []).append(spec)
     for method, suited in tensors.items():
         only = replace(plan, program=Program(((0, method),)), rules=(), verify_every=0, nodes=0, source="{}")

@@ -114,7 +114,7 @@ def work(
     driver: Driver = "horovod",
     local_size: int = 1,
 ) -> Work:
-    """Return the work of an exchange under a plan, in its last stage and phase.
+    """Return the work of an exchange under a plan, in its last period and phase.
 
     Args:
         plan: the methods.

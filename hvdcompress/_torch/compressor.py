@@ -113,8 +113,8 @@ class TensorCompressor(compressor.Compressor):
             one of the parameters.
     """
 
-    framework: TorchFramework
-    grouping: Grouping  #: how the driver groups small tensors into buckets
+    _framework: TorchFramework
+    _grouping: Grouping  #: how the driver groups small tensors into buckets
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class TensorCompressor(compressor.Compressor):
             names = [name for name, _ in pairs]
             raise ValueError(f"two parameters have the same name: {sorted({n for n in names if names.count(n) > 1})}")
         self._refuse_two_drivers()
-        self.framework = TorchFramework(backend == "torch", self.parameters)
-        self.rank_state.copy = self.framework.concatenated
+        self._framework = TorchFramework(backend == "torch", self.parameters)
+        self.rank_state.copy = self._framework.concatenated
         specs = self._group({})
-        self._terms = SharedConfig(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
+        self._config = SharedConfig(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         self.rank_state.warn_about_unused(specs)
         self._step: Step | None = None  # the open step; None between steps
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -147,14 +147,14 @@ class TensorCompressor(compressor.Compressor):
 
     def _warm_up(self, specs: Sequence[TensorSpec]) -> None:
         """Import and compile the array ops of the first step, which would otherwise keep the other ranks waiting."""
-        if not self.framework.force_torch and all(parameter.is_cpu for parameter in self.parameters.values()):
+        if not self._framework.force_torch and all(parameter.is_cpu for parameter in self.parameters.values()):
             with contextlib.suppress(ImportError):  # without Numba there is nothing to compile
                 from hvdcompress.ops.numba.sharing import nothing_is_compiled
 
                 if self.rank_state.rank == 0 and nothing_is_compiled():
                     log.info_once("the first run compiles kernels, which takes a few seconds; later runs load them")
             with contextlib.suppress(ExchangeError):  # the first step raises it again, with the name of the tensor
-                warm_up(self.plan, specs, self.grouping)
+                warm_up(self.plan, specs, self._grouping)
 
     def _group(self, ages: Ages) -> list[TensorSpec]:
         """Group the parameters into buckets; return the engine's description of each parameter.
@@ -164,7 +164,7 @@ class TensorCompressor(compressor.Compressor):
                 :meth:`RankState.ages`.
         """
         specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
-        self.buckets = {bucket.spec.name: bucket for bucket in self.rank_state.group(specs, self.grouping, ages)}
+        self.buckets = {bucket.spec.name: bucket for bucket in self.rank_state.group(specs, self._grouping, ages)}
         self._bucket_and_index = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         return specs
 
@@ -267,7 +267,7 @@ class TensorCompressor(compressor.Compressor):
     # -- a step ---------------------------------------------------------------------------------------------
 
     def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
-        self.framework.begin()
+        self._framework.begin()
         undo()  # an optimizer's step has failed, or was interrupted
         step = super()._new_step(network, config, agree)
         step.unused = set(self._frozen)
@@ -328,7 +328,7 @@ class TensorCompressor(compressor.Compressor):
         for bucket in self.buckets.values():
             members = [tensors[member.name] for member in bucket.members]
             members = [torch.view_as_real(each) if each.is_complex() else each for each in members]
-            vectors = [self.framework.vector(step, bucket, tensor) for tensor in members]
+            vectors = [self._framework.vector(step, bucket, tensor) for tensor in members]
             with step.batch():
                 step.add(bucket, range(len(vectors)), vectors)
 
@@ -336,7 +336,7 @@ class TensorCompressor(compressor.Compressor):
 
     def _require_equal(self, **settings: Any) -> None:
         """Name further settings that must be equal on all ranks. The next exchange compares them."""
-        self._terms = SharedConfig({**self._terms.plan, **settings}, self._terms.tensors)
+        self._config = SharedConfig({**self._config.plan, **settings}, self._config.tensors)
 
     def _waiting(self, optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
         """Return what has waited of each parameter of an optimizer, by ``id()``.
@@ -362,7 +362,7 @@ class TensorCompressor(compressor.Compressor):
         return [(parameter, 0, parameter.numel() * (2 if parameter.is_complex() else 1))]
 
     def _flat(self, array: Any) -> Any:
-        return self.framework.flat(array)
+        return self._framework.flat(array)
 
 
 def _outs_of(tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

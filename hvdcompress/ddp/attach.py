@@ -111,7 +111,7 @@ def _make_compressor(model: torch.nn.Module, method: Any, **settings: Any) -> Co
     names = _parameters_of_ddp(model)
     trained = [(name, parameter) for name, parameter in names.items() if parameter.requires_grad]
     compressor = Compressor(method, trained, **settings)
-    compressor.framework.parameters = {plain_name(name): parameter for name, parameter in names.items()}
+    compressor._framework.parameters = {plain_name(name): parameter for name, parameter in names.items()}
     return compressor
 
 

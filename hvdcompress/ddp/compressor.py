@@ -281,7 +281,7 @@ class Compressor(GroupCompressor):
             groups: dict[str, dict[int, Any]] = {}
             for name, gradient in arrival.gradients.items():
                 bucket, index = self._bucket_and_index[name]
-                groups.setdefault(bucket.spec.name, {})[index] = self.framework.vector(step, bucket, gradient)
+                groups.setdefault(bucket.spec.name, {})[index] = self._framework.vector(step, bucket, gradient)
             with step.batch():
                 for name, vectors in groups.items():
                     step.add(self.buckets[name], list(vectors), list(vectors.values()))

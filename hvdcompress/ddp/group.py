@@ -26,7 +26,7 @@ class GroupCompressor(TensorCompressor):
         named_parameters, loss_scale, backend, location: as for :class:`TensorCompressor`.
     """
 
-    grouping = IN_ORDER
+    _grouping = IN_ORDER
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class GroupCompressor(TensorCompressor):
         assert self._transport is not None
         assert self._network is not None
         self._transport.begin()
-        step = self._step = self._new_step(self._network, self._terms, Agree.FIRST_AND_LAST)
+        step = self._step = self._new_step(self._network, self._config, Agree.FIRST_AND_LAST)
         step.factor = factor
         try:
             step.run(lambda: add(step))

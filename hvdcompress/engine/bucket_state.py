@@ -116,9 +116,9 @@ class Memory:
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:
-    """Return {name: slot} of the bucket as a whole, over all stages of its program."""
+    """Return {name: slot} of the bucket as a whole, over all periods of its program."""
     declared: dict[str, Slot] = {}
-    for _, method in bucket.program.stages:
+    for _, method in bucket.program.periods:
         # The residuals of all tensors are one array even then, so that one array op can process them
         if bucket.runs_per_tensor(method):
             declared.update({name: Slot((bucket.spec.size,)) for name in feedback.slot_names(method)})
@@ -128,8 +128,8 @@ def declared_slots(bucket: Bucket) -> dict[str, Slot]:
 
 
 def declared_by_members(bucket: Bucket) -> list[dict[str, Slot]]:
-    """Return {name: slot} of each tensor, over all stages of the program; an empty list if there are none."""
-    methods = [method for _, method in bucket.program.stages if bucket.runs_per_tensor(method)]
+    """Return {name: slot} of each tensor, over all periods of the program; an empty list if there are none."""
+    methods = [method for _, method in bucket.program.periods if bucket.runs_per_tensor(method)]
     if not methods:
         return []
     return [{k: slot for method in methods for k, slot in method.state(spec).items()} for spec in bucket.members]

@@ -56,7 +56,7 @@ class Compressor(ABC):
     """
 
     driver = "unnamed"  #: the name of the driver, which is saved with the state
-    framework = Framework()  #: functions of the driver's framework that the engine calls
+    _framework = Framework()  #: functions of the driver's framework that the engine calls
     _no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
     _refused: Mapping[str, str] = {}  #: {plan key that this driver does not support: the reason}
 
@@ -184,7 +184,7 @@ class Compressor(ABC):
 
     def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
         """Return a step with the current loss scale, whose error is deferred."""
-        step = Step(self.rank_state, network, config, agree, self.framework)
+        step = Step(self.rank_state, network, config, agree, self._framework)
         with step.defer_errors:
             step.loss_scale = self._current_loss_scale()
         return step

@@ -137,7 +137,7 @@ class Compressor(compressor.Compressor):
             # Raised here, it would leave the other ranks waiting for the status of this one. step.run() raises it
             # after it has told them
             error = caught
-        step = self._step = self._new_step(self._network, tensors.terms, Agree.FIRST_AND_LAST)
+        step = self._step = self._new_step(self._network, tensors.config, Agree.FIRST_AND_LAST)
         step.error = error or step.error
         step.factor = 1.0 / self.rank_state.world_size if op == "average" else 1.0
         try:
@@ -167,7 +167,7 @@ class Compressor(compressor.Compressor):
             step.add(bucket, range(len(flats)), flats, None if in_place else flat_outs)
 
     def _describe_tensors(self, arrays: Mapping[str, Array], op: Op) -> _Tensors:
-        """Return the buckets and terms of these arrays, from the last step if names, shapes and dtypes are the same.
+        """Return the buckets and config of these arrays, from the last step if names, shapes and dtypes are the same.
 
         Raises:
             ValueError, TypeError: a name, a dtype or ``op`` is wrong.
@@ -180,12 +180,12 @@ class Compressor(compressor.Compressor):
                 raise TypeError(f"the name of a tensor must be a string, not {wrong[0]!r}")
             specs = [TensorSpec(name, array.shape, str(array.dtype)) for name, array in arrays.items()]
             tensors = {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs}
-            terms = SharedConfig({**self.plan.to_dict(), "op": op}, tensors)
+            config = SharedConfig({**self.plan.to_dict(), "op": op}, tensors)
             # Largest bucket first: its collective overlaps with the encoding of all others
             found = self.rank_state.group(specs, IN_ORDER)
             buckets = sorted(found, key=lambda bucket: -bucket.spec.size)
             self.rank_state.regroup(buckets)
-            self._tensors = _Tensors(given, tuple(buckets), terms)
+            self._tensors = _Tensors(given, tuple(buckets), config)
         return self._tensors
 
     def _waits_for(self) -> str | None:
@@ -246,12 +246,12 @@ class _Tensors(NamedTuple):
     Attributes:
         given: op, names, shapes and dtypes, to compare with the next step.
         buckets: the buckets, in the order in which they are started.
-        terms: the terms that all ranks must have in common.
+        config: the config that all ranks must have in common.
     """
 
     given: tuple[Any, ...]
     buckets: tuple[Bucket, ...]
-    terms: SharedConfig
+    config: SharedConfig
 
 
 def _check_outs(out: Mapping[str, Array] | None, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -43,29 +43,29 @@ class Match:
 class Program:
     """The methods of one tensor over the course of training."""
 
-    stages: tuple[tuple[int, Method], ...]  #: (first step, method), ascending; the first stage starts at step 0
+    periods: tuple[tuple[int, Method], ...]  #: (first step, method), ascending; the first period starts at step 0
 
     def at(self, step: int) -> Method:
         """Return the method in effect at ``step``."""
-        return self.stages[self.stage(step)][1]
+        return self.periods[self.period(step)][1]
 
-    def stage(self, step: int) -> int:
-        """Return the index of the stage in effect at ``step``."""
-        return sum(start <= step for start, _ in self.stages) - 1 if len(self.stages) > 1 else 0
+    def period(self, step: int) -> int:
+        """Return the index of the period in effect at ``step``."""
+        return sum(start <= step for start, _ in self.periods) - 1 if len(self.periods) > 1 else 0
 
     def since(self, step: int) -> int:
-        """Return the first step of the consecutive stages around ``step`` that use the same method id."""
-        changes = (now[0] for before, now in itertools.pairwise(self.stages) if before[1].id != now[1].id)
+        """Return the first step of the consecutive periods around ``step`` that use the same method id."""
+        changes = (now[0] for before, now in itertools.pairwise(self.periods) if before[1].id != now[1].id)
         return max((start for start in changes if start <= step), default=0)
 
     @property
     def main(self) -> Method:
-        """The method of the last stage."""
-        return self.stages[-1][1]
+        """The method of the last period."""
+        return self.periods[-1][1]
 
     def __str__(self) -> str:
-        stages = [(start, describe_method(method)) for start, method in self.stages]
-        return "; ".join(text if start == 0 else f"from step {start}: {text}" for start, text in stages)
+        periods = [(start, describe_method(method)) for start, method in self.periods]
+        return "; ".join(text if start == 0 else f"from step {start}: {text}" for start, text in periods)
 
 
 def describe_method(method: Method) -> str:
@@ -174,9 +174,9 @@ class Plan:
 
     @property
     def methods(self) -> list[Method]:
-        """The methods of all stages: of tensors to which no rule applies, then of each rule."""
+        """The methods of all periods: of tensors to which no rule applies, then of each rule."""
         programs = [self.program, *(rule.program for rule in self.rules)]
-        return [method for program in programs for _, method in program.stages]
+        return [method for program in programs for _, method in program.periods]
 
     @cached_property
     def stateless(self) -> bool:
@@ -257,7 +257,7 @@ class Plan:
         elif is_dense or program.main.id == "none":
             may_share = rules.dense
         else:
-            runs_on_parts = all(method.granularity == "part" for _, method in program.stages)
+            runs_on_parts = all(method.granularity == "part" for _, method in program.periods)
             return program, runs_on_parts or spec.size < rules.per_tensor_elements
         return DENSE if is_dense and may_share else program, may_share
 

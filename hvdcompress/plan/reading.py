@@ -29,6 +29,12 @@ AUTO = {"method": "topk", "density": 0.01, "values": "qsgd4", "fallback": True}
 RULE_KEYS = ("method", "warmup", "schedule")
 #: Keys that are true or false, and their defaults
 FLAGS = {"watchdog": True, "fallback": False}
+#: Keys that need no value any more, and why
+GONE = {
+    "optimizer": "is not needed: the momentum of any optimizer is adapted when it takes its step",
+    "without_beta1": "is not needed: Adam's momentum is adapted when it takes its step",
+    "clip_norm": "is not needed: gradients are the average over the ranks, so clip them as in any other program",
+}
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
 
@@ -164,6 +170,8 @@ def _plan_settings(doc: Document) -> dict[str, Any]:
 
 
 def _read(doc: Document) -> Plan:
+    for key in GONE.keys() & doc.value.keys():
+        raise doc.error(key, GONE[key])
     if doc.value.get("method") == "auto":
         doc = Document({**AUTO, **doc.without("method").value}, lines=doc.lines, file=doc.file)
     if "method" not in doc.value:
@@ -200,18 +208,18 @@ def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | N
     """Return the program that the keys of a plan or rule describe, and these keys, which rules inherit."""
     given = {**inherited, **body.value}
     method = _method(body, given["method"], _settings(given))
-    stages = {0: method}
+    periods = {0: method}
     for start, change in schedule.changes(body, given.get("schedule"), method, steps_per_epoch).items():
-        earlier = stages[max(s for s in stages if s <= start)]
-        stages[start] = replace(earlier, **change)
+        earlier = periods[max(s for s in periods if s <= start)]
+        periods[start] = replace(earlier, **change)
     if given.get("warmup") is not None:
         until = schedule.duration(body.child("warmup", given["warmup"]), steps_per_epoch)
-        after = stages[max(s for s in stages if s <= until)]
-        stages = {s: m for s, m in stages.items() if s > until}
+        after = periods[max(s for s in periods if s <= until)]
+        periods = {s: m for s, m in periods.items() if s > until}
         if until > 0:
-            stages[0] = get_method("none")
-        stages[until] = after
-    return Program(tuple(sorted(stages.items(), key=lambda stage: stage[0]))), given
+            periods[0] = get_method("none")
+        periods[until] = after
+    return Program(tuple(sorted(periods.items(), key=lambda period: period[0]))), given
 
 
 def _method(body: Document, id: Any, settings: dict[str, Any]) -> Method:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from hvdcompress.engine.bucket_state import declared_by_members, declared_slots, itemsize
-from hvdcompress.engine.telemetry.summary import scaled
+from hvdcompress.engine.telemetry.summary import with_prefix
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
@@ -45,7 +45,9 @@ def first_step(buckets: Sequence[Bucket], dense: int, sent: int) -> str:
             counts[str(bucket.program)] += len(bucket.members)
     tensors = sum(len(bucket.members) for bucket in buckets)
     what = ", ".join(f"{program} on {count}" for program, count in counts.most_common())
-    return f"{what} of {tensors} tensors, {scaled(dense)}B → {scaled(sent)}B in the first step" if what else ""
+    return (
+        f"{what} of {tensors} tensors, {with_prefix(dense)}B → {with_prefix(sent)}B in the first step" if what else ""
+    )
 
 
 def memory(bucket: Bucket) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from hvdcompress.engine.telemetry.summary import WIDTH, scaled
+from hvdcompress.engine.telemetry.summary import WIDTH, with_prefix
 from hvdcompress.engine.telemetry.timing import StepTime
 
 MINOR = 0.1  #: part of a step; an exchange that blocks less does not limit the speed
@@ -63,11 +63,11 @@ def seconds_on(link_gbits: float, num_bytes: float) -> float:
 
 
 def _link(step: StepTime, link_gbits: float | None) -> str:
-    sent, dense = (f"{scaled(num_bytes)}B" for num_bytes in (step.on_wire, step.dense))
+    sent, dense = (f"{with_prefix(num_bytes)}B" for num_bytes in (step.on_wire, step.dense))
     if link_gbits is not None:
         seconds, longer = (_time(seconds_on(link_gbits, num_bytes)) for num_bytes in (step.on_wire, step.dense))
         return f"{sent} per step, {seconds} at {link_gbits:g} Gbit/s; uncompressed {dense}, {longer}"
-    rate = f", {scaled(step.on_wire / step.waiting)}B per second of waiting" if step.waiting else ""
+    rate = f", {with_prefix(step.on_wire / step.waiting)}B per second of waiting" if step.waiting else ""
     return f"{sent} per step{rate}; uncompressed {dense}"
 
 

@@ -43,7 +43,7 @@ def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
         f"{seconds['wait']:.2f} s waiting"
     )
     if inside := ledger.bytes_inside_node(rank):
-        lines.append(f"two levels: these tensors between nodes, and {scaled(inside)}B to ranks of this node")
+        lines.append(f"two levels: these tensors between nodes, and {with_prefix(inside)}B to ranks of this node")
     return "\n".join(lines)
 
 
@@ -56,8 +56,8 @@ def _cells(group: Figures) -> list[str]:
     entry = group.account
     return [
         str(group.tensors) if group.tensors else "-",
-        f"{scaled(entry.dense)}B" if entry.dense else "-",
-        f"{scaled(entry.sent)}B",
+        f"{with_prefix(entry.dense)}B" if entry.dense else "-",
+        f"{with_prefix(entry.sent)}B",
         "-" if math.isnan(group.ratio) else f"{group.ratio:.4g}",
         "-" if group.residual is None else f"{group.residual:.3g}",
         f"{entry.seconds:.2f} s" if entry.seconds < 1000 else f"{entry.seconds:.0f} s",
@@ -69,7 +69,7 @@ def _line(first: str, cells: Sequence[str]) -> str:
     return " ".join([first.ljust(_FIRST), *(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))])
 
 
-def scaled(amount: float) -> str:
+def with_prefix(amount: float) -> str:
     """Format a number with three digits and a unit prefix: 25600000 becomes "25.6 M"."""
     for scale, letter in _SCALES:
         if amount >= scale:

@@ -227,10 +227,10 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     # -- the graph -------------------------------------------------------------------------------------
 
     def _rehearsals(self, bucket: Bucket) -> dict[tuple[int, int], tuple[Round, ...]]:
-        """Return the sequence of collectives for each (stage of the plan, phase of the method)."""
+        """Return the sequence of collectives for each (period of the plan, phase of the method)."""
         return {
-            (stage, phase): rehearse(method, phase, self.rank_state.world_size, bucket.spec)
-            for stage, (_, method) in enumerate(bucket.program.stages)
+            (period, phase): rehearse(method, phase, self.rank_state.world_size, bucket.spec)
+            for period, (_, method) in enumerate(bucket.program.periods)
             for phase in range(len(method.phases))
         }
 
@@ -289,7 +289,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     def _passes(self, bucket: Bucket) -> bool:
         """Return whether the stock all-reduce reduces the gradient itself in every step."""
-        return len(bucket.program.stages) == 1 and self.rank_state.next_step(bucket).passes_through
+        return len(bucket.program.periods) == 1 and self.rank_state.next_step(bucket).passes_through
 
     def _bucket(self, tensor: tf.Tensor) -> tuple[Bucket, Traced]:
         """Return the bucket of a gradient, and the tensors that were traced in the same outermost graph."""

@@ -154,10 +154,10 @@ class Segments:
             return probe
 
     def phase(self, bucket: Bucket) -> tuple[int, int]:
-        """Return the plan's stage and the method's phase in the current step of a bucket."""
+        """Return the plan's period and the method's phase in the current step of a bucket."""
         with self._lock:
             upcoming = self.rank_state.next_step(bucket)
-            return bucket.program.stage(upcoming.state.step if upcoming.state else 0), upcoming.phase
+            return bucket.program.period(upcoming.state.step if upcoming.state else 0), upcoming.phase
 
     def send(self, bucket: Bucket, number: int, planned: Round) -> list[Array]:
         """Return the payload of the next collective and, for an all-to-all, the number of bytes for each rank.

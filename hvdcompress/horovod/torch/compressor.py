@@ -142,7 +142,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     """
 
     driver = "Horovod"
-    grouping = BY_NAME
+    _grouping = BY_NAME
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         if plan.nodes:
             location = _location(process_set, plan.nodes)
         super().__init__(plan, rank, world_size, trained, loss_scale, backend, location)
-        self.framework.parameters = dict(pairs)
+        self._framework.parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
         number = number_compressor(hvd, partial(torch.tensor, device="cpu"), process_set, self.watchdog)
@@ -321,7 +321,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _begin_step(self) -> Step:
         self._note_frozen()
         self.rank_state.begin_round()
-        step = self._step = self._new_step(self._network, self._terms, Agree.BEFORE_WAITING)
+        step = self._step = self._new_step(self._network, self._config, Agree.BEFORE_WAITING)
         with step.defer_errors:
             self.watchdog.endpoint()  # this starts the watchdog
         return step
@@ -359,7 +359,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         if 0 < len(hooked) < len(self.parameters):
             others = self.parameters.keys() - hooked.keys()
             self.parameters = hooked
-            self._terms = SharedConfig(self._terms.plan, {name: self._terms.tensors[name] for name in hooked})
+            self._config = SharedConfig(self._config.plan, {name: self._config.tensors[name] for name in hooked})
             self._group(self.rank_state.ages())
             self.rank_state.regroup(self._buckets())
             self.rank_state.forget(others)
@@ -390,7 +390,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             ctx.passed = True
             arrivals.passing.append(ctx)
             return
-        vector = self.framework.vector(arrivals.step, bucket, ctx.gradient)
+        vector = self._framework.vector(arrivals.step, bucket, ctx.gradient)
         arrivals.step.add(bucket, [index], [vector])
 
     def _passes_through(self, bucket: Bucket) -> bool:
@@ -404,7 +404,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         for ctx in arrivals.passing:
             gradient = ctx.gradient
             bucket, _ = self._bucket_and_index[ctx.name]
-            vector = self.framework.flat(gradient)
+            vector = self._framework.flat(gradient)
             step.pass_through(bucket, gradient, vector)
             # A plan without state has nothing to undo, and a sum that contains NaN or Inf is non-finite by itself
             if self.plan.stateless:
@@ -414,7 +414,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             else:
                 step.check_finite(vector)
         for several in small.values():
-            step.check_finite(self.framework.flat(torch.cat(several)))
+            step.check_finite(self._framework.flat(torch.cat(several)))
 
     def _launch(self, arrivals: Arrivals) -> None:
         """At the first ``decompress``: start the remaining exchanges, and send the status of this rank."""
@@ -468,7 +468,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             return
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None and parameter not in hooked:
-                name = next((n for n, p in self.framework.parameters.items() if p is parameter), tuple(parameter.shape))
+                name = next(
+                    (n for n, p in self._framework.parameters.items() if p is parameter), tuple(parameter.shape)
+                )
                 raise ValueError(
                     f"the gradient of parameter {name!r} is not reduced: it was added to the optimizer, or made "
                     "trainable, after hvd.DistributedOptimizer was made; make the optimizer and the Compressor again, "
@@ -513,7 +515,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 return name
             if parameter is tensor:
                 raise ValueError("op=hvd.Adasum is not supported: it exchanges parameters, not gradients")
-        for name, parameter in self.framework.parameters.items():
+        for name, parameter in self._framework.parameters.items():
             if parameter.grad is tensor:
                 raise ValueError(
                     f"{name!r} was frozen when the Compressor was made: make the Compressor again to train it"

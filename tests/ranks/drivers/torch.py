@@ -101,7 +101,7 @@ class TorchHandle(Handle):
 
 class TorchDriver(Driver):
     name = "torch"
-    grouping = BY_NAME
+    _grouping = BY_NAME
     error = PeerError
     probe = 8
     passes_on = ("none",)

@@ -223,10 +223,10 @@ def test_fft_has_the_bytes_of_its_rivals_and_errs_less_on_smooth_gradients():
 
 def test_a_diminishing_density_follows_the_learning_rate():
     program = load_plan(fft.diminishing(simulate.training("fnn3", 240), 0.9)).program
-    densities = [method.density for _, method in program.stages]
+    densities = [method.density for _, method in program.periods]
     assert densities[0] == pytest.approx(0.1) and densities == sorted(densities) and densities[-1] > 0.9
     halfway, peak = (0.5 * (1 + math.cos(math.pi * step / 240)) for step in (120, 24))  # 24 steps of warm-up
-    assert dict(program.stages)[120].density == pytest.approx(1 - 0.9 * math.sqrt(halfway / peak))
+    assert dict(program.periods)[120].density == pytest.approx(1 - 0.9 * math.sqrt(halfway / peak))
 
 
 def test_codecs_are_timed_and_judged(monkeypatch):

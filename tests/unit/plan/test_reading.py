@@ -51,7 +51,7 @@ def write(tmp_path: Path) -> Any:
 def test_a_plan_from_a_file(write: Any) -> None:
     plan = load_plan(write(FULL))
     assert (plan.min_elements, plan.bucket_elements, plan.seed) == (100, 50, 7)
-    stages = [(start, method.id, getattr(method, "density", None)) for start, method in plan.program.stages]
+    stages = [(start, method.id, getattr(method, "density", None)) for start, method in plan.program.periods]
     assert stages == [(0, "none", None), (20, "scalecom", 0.015625), (60, "scalecom", 0.004), (80, "scalecom", 0.001)]
     again = load_plan(plan.to_dict())
     assert again == plan == load_plan(str(write(FULL))) and again.rules == plan.rules and again.program == plan.program
@@ -92,7 +92,7 @@ def test_round_trip_through_a_dict(source: dict[str, Any]) -> None:
 def test_round_trip_of_any_numbers(density: float, beta: float, steps: dict[int, float], seed: int) -> None:
     schedule = {"density": {"steps": steps}}
     plan = load_plan({"method": "scalecom", "density": density, "beta": beta, "seed": seed, "schedule": schedule})
-    assert load_plan(plan.to_dict()) == plan and plan.program.at(0) is plan.program.stages[0][1]
+    assert load_plan(plan.to_dict()) == plan and plan.program.at(0) is plan.program.periods[0][1]
     assert plan.program.main.density == (steps[max(steps)] if steps else density)  # type: ignore[attr-defined]
 
 
@@ -121,6 +121,12 @@ def test_auto_is_a_plan_with_a_fallback() -> None:
     assert plan_of("auto", density=0.002).program.main.density == 0.002  # type: ignore[attr-defined]
     assert load_plan(plan.to_dict()) == plan
     assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()
+
+
+@pytest.mark.parametrize("key", ["optimizer", "without_beta1", "clip_norm"])
+def test_keys_that_are_not_needed_any_more_say_why(key: str) -> None:
+    with pytest.raises(PlanError, match=f"{key}: is not needed"):
+        plan_of("topk", **{key: 1.0})
 
 
 def test_settings_of_a_command_line() -> None:

@@ -41,14 +41,14 @@ from hvdcompress.plan import PlanError
 )
 def test_stages(settings: dict[str, Any], stages: list[tuple[int, str, float | None]]) -> None:
     program = load_plan({"method": "topk", **settings}).program_of(TensorSpec("w", (9,)))
-    assert [(start, method.id, getattr(method, "density", None)) for start, method in program.stages] == stages
+    assert [(start, method.id, getattr(method, "density", None)) for start, method in program.periods] == stages
     for start, id, _ in stages:
         assert program.at(start).id == program.at(start + 1).id == id
 
 
 def test_two_scheduled_settings_keep_the_value_of_each_other() -> None:
     schedule = {"density": {"steps": {0: 0.5, 10: 0.1}}, "beta": {"steps": {5: 0.25}}}
-    stages = load_plan({"method": "scalecom", "schedule": schedule}).program.stages
+    stages = load_plan({"method": "scalecom", "schedule": schedule}).program.periods
     values = [(start, method.density, method.beta) for start, method in stages]  # type: ignore[attr-defined]
     assert values == [(0, 0.5, get_method("scalecom").beta), (5, 0.5, 0.25), (10, 0.1, 0.25)]  # type: ignore[attr-defined]
 
@@ -73,7 +73,7 @@ def test_the_density_is_one_minus_the_root_of_l_times_the_learning_rate(
 ) -> None:
     """θ_t = sqrt(L·η_t), density = 1 − θ_t. ``densities``: {step: learning rate that gives the density}."""
     plan = {**diminishing(lipschitz=lipschitz, learning_rate=learning_rate), "steps_per_epoch": 10}
-    found = {start: method.density for start, method in load_plan(plan).program.stages}  # type: ignore[attr-defined]
+    found = {start: method.density for start, method in load_plan(plan).program.periods}  # type: ignore[attr-defined]
     assert found == pytest.approx({step: 1 - math.sqrt(lipschitz * rate) for step, rate in densities.items()})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdcompress.engine.telemetry.summary import scaled
+from hvdcompress.engine.telemetry.summary import with_prefix
 from hvdcompress.loopback import Loopback
 from tests.unit.engine.helpers import trained
 
@@ -34,4 +34,4 @@ def test_a_warm_up_shows_the_method_that_follows() -> None:
     "amount,text", [(0, "0 "), (999, "999 "), (1_000, "1.00 k"), (25_600_000, "25.6 M"), (987_654_321, "988 M")]
 )
 def test_amounts_have_three_digits(amount: float, text: str) -> None:
-    assert scaled(amount) == text
+    assert with_prefix(amount) == text
