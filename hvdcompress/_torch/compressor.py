@@ -323,8 +323,12 @@ class TensorCompressor(compressor.Compressor):
     def _add_named(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add all tensors of :meth:`allreduce`, bucket by bucket."""
         if tensors.keys() != self.parameters.keys():
-            different = log.first_names(sorted(tensors.keys() ^ self.parameters.keys()))
-            raise ValueError(f"allreduce() needs one tensor for each parameter of the Compressor; check {different}")
+            missing = log.first_names(sorted(self.parameters.keys() - tensors.keys())) or "none"
+            unknown = log.first_names(sorted(tensors.keys() - self.parameters.keys())) or "none"
+            raise ValueError(
+                "allreduce() needs one tensor for each parameter of the Compressor, all in one call; missing: "
+                f"{missing}; unknown: {unknown}"
+            )
         for bucket in self.buckets.values():
             members = [tensors[member.name] for member in bucket.members]
             members = [torch.view_as_real(each) if each.is_complex() else each for each in members]

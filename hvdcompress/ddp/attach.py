@@ -159,6 +159,8 @@ def _check_supported(module: DistributedDataParallel) -> None:
         if getattr(module, attribute, None):
             raise ValueError(f"{option} does not work with compression: {reason}")
     _refuse_in_backward_optimizer(module)
+    if any(hook is _receive for hook, _ in module._comm_hooks):
+        raise ValueError("ddp.attach was called on this model already: to attach again, wrap the module in DDP again")
     if module._comm_hooks:
         name = getattr(module._comm_hooks[0][0], "__qualname__", "unnamed")
         fused = ", of an optimizer fused into the backward pass (_register_fused_optim)" * ("optimizer" in name)

@@ -208,8 +208,9 @@ def sum_of_halves(
         stream: index of the sum within the exchange.
         saturated: number of clipped values, if the scan has already converted all values by :func:`halves`.
     """
-    conversion = halves(len(x), ctx, work, x, stream)
-    if saturated is None:  # otherwise the scan has written the values into this buffer
+    # If the scan has written the values into this buffer already, x may be a part of the bucket only
+    conversion = halves(len(x) if saturated is None else ctx.spec.size, ctx, work, x, stream)
+    if saturated is None:
         _, saturated = work.ops.to_fp16(x, *conversion)
     _count_saturated(work, saturated)
     total = yield AllReduce(conversion.out, may_overwrite=not ctx.needs_own)

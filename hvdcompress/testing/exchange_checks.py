@@ -298,6 +298,7 @@ def _require_fit(share: Any, n: int, what: str) -> None:
         values = to_numpy(share.values)
         fits = len(index) == len(values) or (len(index) and len(values) % len(index) == 0)
         require(fits, f"{what} decodes to {len(index)} indices and {len(values)} values")
-        require(((index >= 0) & (index < n)).all(), f"{what} decodes to an index outside of the tensor")
+        fits = ((index >= 0) & (index < n)).all()
+        require(fits, f"{what} decodes to an index outside of the tensor: raise WireError")
     else:
         require(len(to_numpy(share)) == n, f"{what} decodes to {len(to_numpy(share))} elements instead of {n}")

@@ -106,6 +106,8 @@ def of_rank(saved: Mapping[str, bytes], rank: int, world_size: int, nodes: Nodes
     Raises:
         ValueError: a value is not a saved state, or the state of a rank is missing.
     """
+    if not saved:
+        raise ValueError("the saved state is empty: it has the state of no rank")
     if own := saved.get(_key(rank, world_size)):
         state = from_bytes(own)
         if snapshot.nodes_of(state) == nodes:

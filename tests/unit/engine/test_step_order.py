@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.agreement import SharedConfig, Status
-from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Step
-from hvdcompress.loopback import _Network, _Transport
+from hvdcompress.loopback import _Network
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import Bucket, plan_of
 from tests.unit.engine.helpers import Gradients, gradients
@@ -34,11 +33,11 @@ PLANS: list[dict[str, Any]] = [
 
 def begin_steps(ranks: Sequence[RankState]) -> list[Step]:
     """Return a new step of each rank, over one simulated network."""
-    network = _Network(len(ranks), lambda name, requests: lockstep.carry_out(requests))
+    network = _Network(lambda name, requests: lockstep.carry_out(requests))
     steps = []
     for local in ranks:
         local.begin_round()
-        step = Step(local, Collectives(_Transport(local.rank, network), local.observers), SharedConfig({}, {}))
+        step = Step(local, network.of_rank(local, len(ranks), None), SharedConfig({}, {}))
         step.factor = 1.0 / len(ranks)
         steps.append(step)
     return steps

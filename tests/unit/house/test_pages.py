@@ -154,7 +154,8 @@ def test_an_example_runs_the_block_of_its_guide(script: str) -> None:
 def test_a_page_shows_lines_of_an_example() -> None:
     text = (GUIDES / "new-driver.md").read_text()
     example = (ROOT / "examples" / "threads_driver.py").read_text().splitlines()
-    ((code, _),) = blocks(text, "python")
+    (begin, _), (code, _) = blocks(text, "python")
+    assert not [line for line in begin.splitlines() if line not in example]
     assert not [line for line in code.splitlines() if line and f"    {line}" not in example]
     ((code, _), *_) = blocks((GUIDES / "new-method.md").read_text(), "python")
     example = (ROOT / "examples" / "roundrobin.py").read_text().splitlines()
