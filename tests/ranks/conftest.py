@@ -168,7 +168,7 @@ def _reports_of(item: pytest.Item, one: Launch) -> list[pytest.TestReport]:
         found = reports.get(item.nodeid, [])
         if not found or found[-1].when != "teardown":
             text = f"rank {rank} of {one[1]} did not finish this test; the end of the launch's log:\n{log[-6000:]}"
-            what = {"keywords": dict(item.keywords), "outcome": "failed", "longrepr": text, "when": "call"}
+            what = {"keywords": dict.fromkeys(item.keywords, 1), "outcome": "failed", "longrepr": text, "when": "call"}
             found = [pytest.TestReport(item.nodeid, item.location, **what)]  # type: ignore[arg-type]
         if not chosen or any(report.failed for report in found) > any(report.failed for report in chosen):
             chosen = found
