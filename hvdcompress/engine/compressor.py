@@ -77,8 +77,10 @@ class Compressor(ABC):
         self._use_nodes(location)
         self.rank_state.driver = self.driver
         if world_size == 1:
-            self.rank_state.paused = True
-            log.warn_once("there is only one rank, so nothing is exchanged or compressed; start several ranks")
+            log.warn_once(
+                "there is only one rank, so nothing is sent, although gradients are compressed as on several; start "
+                "several ranks"
+            )
         if self.rank_state.fallback.on and self._no_fallback_reason:
             self.rank_state.fallback.on = False
             if rank == 0:

@@ -229,7 +229,7 @@ class Driver(ABC):
     def yardstick(self, method: str | Plan, settings: Settings, world_size: int | None = None) -> Trial:
         """Return the loopback with the same plan."""
         plan = plan_of(method, **(self.placed(settings) if world_size in (None, self.world_size) else settings))
-        return Trial(plan, world_size or self.world_size, grouping=self._grouping)
+        return Trial(plan, world_size or self.world_size, grouping=self.grouping)
 
     def specs(self, shapes: Shapes) -> list[TensorSpec]:
         """Return the tensors' specs for the loopback."""

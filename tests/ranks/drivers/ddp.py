@@ -100,7 +100,7 @@ class DdpDriver(Driver):
     error = ddp.PeerError
     recovers = sums_in_order = True
     on_host = same_products = DEVICE.type == "cpu"
-    _grouping = IN_ORDER
+    grouping = IN_ORDER
 
     def __init__(self, folder: Path):
         torch.set_num_threads(1)

@@ -61,7 +61,7 @@ class MpiDriver(Driver):
     name = "mpi"
     error = PeerError
     recovers = sums_in_order = True
-    _grouping = IN_ORDER
+    grouping = IN_ORDER
 
     def __init__(self, folder: Path):
         self.comm: Any = MPI.COMM_WORLD

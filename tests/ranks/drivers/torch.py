@@ -101,7 +101,7 @@ class TorchHandle(Handle):
 
 class TorchDriver(Driver):
     name = "torch"
-    _grouping = BY_NAME
+    grouping = BY_NAME
     error = PeerError
     probe = 8
     passes_on = ("none",)

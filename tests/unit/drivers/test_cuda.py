@@ -80,7 +80,6 @@ class Run:
             patch.setattr(driver, "number_compressor", lambda *_: 0)  # the real one counts the Compressors of a process
             settings = {"min_elements": 1, "bucket_elements": 0, **settings}
             compressor = driver.Compressor(method, parameters.items(), process_set=net, **settings)
-            compressor.rank_state.paused = False  # although there is only one rank
             for step in range(STEPS):
                 device.waits.clear()
                 net.step = step

@@ -21,9 +21,6 @@ before = settings()
 import hvdcompress.mpi
 assert settings() == before
 assert hvdcompress.mpi.Compressor("none").allreduce(np.ones(3), "w").sum() == 3
-given = np.random.default_rng(0).standard_normal(5000)
-alone = hvdcompress.mpi.Compressor("topk", density=0.01).allreduce(given, "w")
-assert (alone == given).all(), "one rank has nothing to gain from compression"
 """
 
 

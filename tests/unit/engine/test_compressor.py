@@ -27,7 +27,7 @@ class WithoutSteps(Compressor):
 @pytest.mark.parametrize(
     "world_size,words",
     [
-        (1, "there is only one rank, so nothing is exchanged"),
+        (1, "there is only one rank, so nothing is sent"),
         (2, "fallback is ignored, and compression is always kept: gradients come alone"),
     ],
 )

@@ -23,7 +23,6 @@ def compressor() -> Iterator[ddp.Compressor]:
     layer = torch.nn.Linear(40, 40)
     model = torch.nn.parallel.DistributedDataParallel(layer)
     made = ddp.attach(model, "topk", density=0.01)
-    made.rank_state.paused = False  # although there is only one rank
     model(torch.ones(2, 40)).sum().backward()
     yield made
     made.close()
