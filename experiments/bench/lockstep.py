@@ -86,7 +86,7 @@ class Lockstep:
             if rank.next_step(bucket).passes_through:
                 if not self.plan.stateless:
                     ops.all_finite(gradient)
-                passed.append(PassedThrough(rank, rank.pass_through(bucket, gradient, ops)))
+                passed.append(PassedThrough(rank, bucket, gradient, ops))
                 return
             if name not in exchanges:
                 exchanges[name] = Exchange(Setup(rank, Group(rank.rank, self.world_size), bucket, gradient, ops))

@@ -7,7 +7,10 @@ from typing import Any, Protocol
 
 from hvdcompress.engine.bucket_state import BucketState
 from hvdcompress.engine.late import Late
-from hvdcompress.engine.state import NextStep, RankState
+from hvdcompress.engine.state import RankState
+from hvdcompress.method import Array
+from hvdcompress.ops.spec import Ops
+from hvdcompress.plan import Bucket
 
 
 class Part(Protocol):
@@ -42,17 +45,19 @@ class PassedThrough:
 
     Args:
         rank_state: this rank's state.
-        next_step: the step of its bucket; it ``passes_through``.
+        bucket: a bucket whose next step ``passes_through``.
+        like: an array on the gradient's device.
+        ops: the array ops of its library.
         gradient: the PyTorch tensor that the framework reduces; None if the driver fills results with NaN itself.
     """
 
-    def __init__(self, rank_state: RankState, next_step: NextStep, gradient: Any = None):
-        assert next_step.state is not None
+    def __init__(self, rank_state: RankState, bucket: Bucket, like: Array, ops: Ops, gradient: Any = None):
         self.rank_state = rank_state
-        self.next_step = next_step
         self.gradient = gradient
-        self.name = next_step.bucket.spec.name
-        self.state = next_step.state
+        self.name = bucket.spec.name
+        self.next_step = rank_state.next_step(bucket)
+        rank_state.note_begun(bucket)
+        self.state = rank_state.state_of(self.next_step, like, ops)
         self.begun_in = rank_state.round
         self.late: Late | None = None
 

@@ -200,21 +200,6 @@ class RankState:
         for observer in self.observers:
             observer.committed(self.rank, name, {})
 
-    def pass_through(self, bucket: Bucket, like: Array, ops: Ops) -> NextStep:
-        """Begin a step of a bucket whose gradient the driver's framework reduces itself.
-
-        Args:
-            bucket: a bucket whose :class:`NextStep` has ``passes_through``.
-            like: an array on the gradient's device.
-            ops: the array ops of its library.
-
-        Returns:
-            The next step, for :class:`~hvdcompress.engine.commit.PassedThrough`.
-        """
-        planned = self.next_step(bucket)
-        self.note_begun(bucket)
-        return planned._replace(state=self.state_of(planned, like, ops))
-
     def memory_of(self, name: str) -> Memory:
         """Return the reused buffers of a bucket."""
         found = self.memory.get(name)

@@ -273,8 +273,8 @@ class Step:
                 of the step is not finite.
             like: an array on the gradient's device.
         """
-        next_step = self.rank_state.pass_through(bucket, like, self.framework.ops(like))
-        self._passed_through.append(PassedThrough(self.rank_state, next_step, gradient.detach()))
+        ops = self.framework.ops(like)
+        self._passed_through.append(PassedThrough(self.rank_state, bucket, like, ops, gradient.detach()))
 
     @IGNORE_FLOAT_WARNINGS
     def check_finite(self, gradient: Array) -> None:

@@ -258,7 +258,7 @@ class Segments:
     def _pass_on(self, bucket: Bucket) -> PassedThrough:
         """Tell the engine that the stock all-reduce reduces a bucket."""
         self._sent(bucket.spec.name, Sent("AllReduce", None, 4 * bucket.spec.size))
-        return PassedThrough(self.rank_state, self.rank_state.pass_through(bucket, _EMPTY, fast))
+        return PassedThrough(self.rank_state, bucket, _EMPTY, fast)
 
     def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
         """Raise the failure, if there is one, as soon as no rank waits for another one.
