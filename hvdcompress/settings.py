@@ -7,3 +7,4 @@ from typing import Any
 
 Settings = dict[str, Any]
 DriverSettings = dict[str, Any]
+LocalStepsSettings = dict[str, Any]

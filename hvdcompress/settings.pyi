@@ -1,6 +1,7 @@
 """Made by docs/settings.py: run it after a change of a method's hyper-parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 class Settings(TypedDict, total=False):
@@ -66,3 +67,13 @@ class DriverSettings(Settings, total=False):
 
     loss_scale: float | Callable[[], float]
     backend: Literal["auto", "torch"]
+
+class LocalStepsSettings(Settings, total=False):
+    """The same, and the settings of local steps."""
+
+    outer: Mapping[str, Any] | None
+    fragments: int
+    delay: int
+    mixing: float
+    warmup: int  # type: ignore[misc]
+    checkpoint: str | Path | None

@@ -9,7 +9,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ REAL = {
 }
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: name components of torch.compile and of checkpointing
 
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _compressors: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()  # of this process
 
 
@@ -76,6 +77,12 @@ def plain_name(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def averaged_by_ddp(model: torch.nn.Module, named_tensors: Iterable[tuple[str, _Tensor]]) -> dict[str, _Tensor]:
+    """Return parameters or buffers of a model by plain name, without those that DDP is told to ignore."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return {plain_name(name): tensor for name, tensor in named_tensors if name not in ignored}
 
 
 def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from hvdcompress._torch.compressor import plain_name
+from hvdcompress._torch.compressor import averaged_by_ddp
 from hvdcompress.ddp.compressor import Compressor
+from hvdcompress.ddp.local_steps import CountedLocalSteps
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
-from hvdcompress.settings import DriverSettings
+from hvdcompress.settings import DriverSettings, LocalStepsSettings
 
 Hook = Callable[[Compressor, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -30,14 +31,34 @@ REFUSED = (
 )
 
 
+@overload
+def attach(
+    model: torch.nn.Module,
+    method: str | Method | Plan | Mapping[str, Any] = "auto",
+    *,
+    local_steps: None = None,
+    **settings: Unpack[DriverSettings],
+) -> Compressor: ...
+
+
+@overload
+def attach(
+    model: torch.nn.Module,
+    method: str | Method | Plan | Mapping[str, Any] = "auto",
+    *,
+    local_steps: int,
+    **settings: Unpack[LocalStepsSettings],
+) -> CountedLocalSteps: ...
+
+
 def attach(
     model: torch.nn.Module,
     method: str | Method | Plan | Mapping[str, Any] = "auto",
     *,
     local_steps: int | None = None,
-    **settings: Unpack[DriverSettings],
-) -> Compressor:
-    """Compress the gradients that a ``DistributedDataParallel`` model exchanges.
+    **settings: Any,
+) -> Compressor | CountedLocalSteps:
+    """Compress the gradients that a ``DistributedDataParallel`` model exchanges, or take local steps.
 
     Call it on every rank, after the model is wrapped and before the first backward pass.
 
@@ -46,35 +67,45 @@ def attach(
             ``torch.compile``.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. "auto"
             is top-k of 1 % in 4 bits. It falls back to uncompressed all-reduces if the first steps show that
-            compression does not save time.
-        local_steps: not available yet: use :class:`hvdcompress.local_steps.LocalSteps`.
+            compression does not save time. With ``local_steps``, "auto" is QSGD.
+        local_steps: exchange parameters every so many steps, instead of gradients in every step. A step is a backward
+            pass outside of ``no_sync()``. The exchange takes place at the beginning of the next forward pass.
         settings: ``loss_scale``, ``backend``, hyper-parameters and plan keys; see
-            :class:`~hvdcompress.ddp.compressor.Compressor`.
+            :class:`~hvdcompress.ddp.compressor.Compressor`. With ``local_steps``: ``outer``, ``fragments``, ``delay``,
+            ``mixing``, ``warmup``, ``checkpoint``, hyper-parameters and plan keys; see
+            :class:`~hvdcompress.local_steps.LocalSteps`.
 
     Returns:
-        The Compressor. It uses the parameter names of the wrapped module, without ``module.``.
+        The Compressor, or LocalSteps. They use the parameter names of the wrapped module, without ``module.``.
 
     Raises:
         ValueError: the model contains no DDP module or several; the DDP module already has a communication hook, or
             uses an option that compression does not support; the plan is wrong.
-        NotImplementedError: ``local_steps`` is given.
     """
-    if local_steps is not None:
-        raise NotImplementedError("local_steps: use hvdcompress.local_steps.LocalSteps until attach() can do it")
     module = _find_ddp_module(model)
     _check_supported(module)
-    compressor = _make_compressor(module.module, method, process_group=module.process_group, **settings)
+    if local_steps is None:
+        compressor = _make_compressor(module.module, method, process_group=module.process_group, **settings)
+        _register(module, compressor)
+        if module.find_unused_parameters or module.static_graph:
+            compressor.used = set()
+            for name, parameter in compressor.parameters.items():
+                parameter.register_post_accumulate_grad_hook(_record_use(weakref.ref(compressor), name))
+        return compressor
+    local = CountedLocalSteps(module, every=local_steps, method=method, **settings)
+    _register(module, local)
+    module.module.register_state_dict_pre_hook(_ModuleHook(local, CountedLocalSteps._before_state_dict))
+    return local
+
+
+def _register(module: DistributedDataParallel, owner: Compressor | CountedLocalSteps) -> None:
+    """Register the communication hook of a DDP module, and its forward pre-hook."""
     try:
-        module.register_comm_hook(compressor, _receive)
+        module.register_comm_hook(owner, _receive)
     except RuntimeError as error:  # a built-in hook lives in C++, and no Python attribute shows it
         raise ValueError(f"the model has a built-in communication hook; DDP takes one hook, once: {error}") from None
     module._comm_hooks = _NotCopied(module._comm_hooks)
-    module.register_forward_pre_hook(_DDPForwardPreHook(compressor))
-    if module.find_unused_parameters or module.static_graph:
-        compressor.used = set()
-        for name, parameter in compressor.parameters.items():
-            parameter.register_post_accumulate_grad_hook(_record_use(weakref.ref(compressor), name))
-    return compressor
+    module.register_forward_pre_hook(_ModuleHook(owner, _before_forward))
 
 
 def hook(
@@ -102,26 +133,20 @@ def hook(
         ValueError: the plan is wrong.
     """
     compressor = _make_compressor(model, method, process_group=process_group, **settings)
-    model.register_forward_pre_hook(_ModuleForwardPreHook(compressor))
+    model.register_forward_pre_hook(_ModuleHook(compressor, _check_trained_parameters))
     return compressor, _receive
 
 
 def _make_compressor(model: torch.nn.Module, method: Any, **settings: Any) -> Compressor:
     """Make a Compressor for the parameters of a module that require a gradient."""
-    names = _parameters_of_ddp(model)
-    trained = [(name, parameter) for name, parameter in names.items() if parameter.requires_grad]
+    parameters = averaged_by_ddp(model, model.named_parameters())
+    trained = [(name, parameter) for name, parameter in parameters.items() if parameter.requires_grad]
     compressor = Compressor(method, trained, **settings)
-    compressor._framework.parameters = {plain_name(name): parameter for name, parameter in names.items()}
+    compressor._framework.parameters = parameters
     return compressor
 
 
-def _parameters_of_ddp(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters by name, without those that DDP is told to ignore."""
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    return {name: parameter for name, parameter in model.named_parameters() if name not in ignored}
-
-
-def _check_trained_parameters(model: torch.nn.Module, compressor: Compressor) -> None:
+def _check_trained_parameters(owner: Compressor | CountedLocalSteps, model: torch.nn.Module) -> None:
     """Raise RuntimeError if a parameter requires a gradient that DDP does not reduce.
 
     DDP collects the parameters when it is constructed. It silently ignores a parameter that is unfrozen or replaced
@@ -129,10 +154,10 @@ def _check_trained_parameters(model: torch.nn.Module, compressor: Compressor) ->
     """
     if not torch.is_grad_enabled():
         return
-    for name, parameter in _parameters_of_ddp(model).items():
-        if parameter.requires_grad and id(parameter) not in compressor._names:
+    for name, parameter in averaged_by_ddp(model, model.named_parameters()).items():
+        if parameter.requires_grad and id(parameter) not in owner._names:
             raise RuntimeError(
-                f"DistributedDataParallel will not reduce the gradient of {plain_name(name)!r}: the parameter was "
+                f"DistributedDataParallel will not reduce the gradient of {name!r}: the parameter was "
                 "frozen, or was another one, when DDP was constructed. Wrap the model again, and attach again"
             )
 
@@ -175,42 +200,42 @@ def _refuse_in_backward_optimizer(module: DistributedDataParallel) -> None:
         )
 
 
-class _ModuleForwardPreHook:
-    """Forward pre-hook of the module that DDP wraps: check before each step that DDP reduces every gradient.
+class _ModuleHook:
+    """A hook of a module that calls a function with its owner and the module.
 
-    A pickled or deep copy of the model is not compressed, so its hook has no Compressor, and does nothing.
+    A pickled or deep copy of the model is not compressed, so its hook has no owner, and does nothing.
+
+    Args:
+        owner: a Compressor or local steps; they are not kept alive.
+        call: the function.
     """
 
-    def __init__(self, compressor: Compressor | None = None):
-        self._compressor = weakref.ref(compressor) if compressor else None
+    def __init__(self, owner: Any = None, call: Callable[[Any, Any], None] | None = None):
+        self._owner = weakref.ref(owner) if owner else None
+        self._call = call
 
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._compressor and (compressor := self._compressor()):
-            self._check(module, compressor)
-
-    def _check(self, module: Any, compressor: Compressor) -> None:
-        _check_trained_parameters(module, compressor)
+    def __call__(self, module: torch.nn.Module, *args: Any) -> None:
+        if self._call and self._owner and (owner := self._owner()):
+            self._call(owner, module)
 
     def __reduce__(self) -> Any:
         return type(self), ()
 
 
-class _DDPForwardPreHook(_ModuleForwardPreHook):
-    """Forward pre-hook of the DDP module: the same check, and options that can change after :func:`attach`."""
-
-    def _check(self, module: Any, compressor: Compressor) -> None:
-        compressor._abort_step()  # a forward pass means that an unfinished backward pass will not go on
-        super()._check(module.module, compressor)
-        if not module._lazy_init_ran:  # DDP installs its hook for in-backward optimizers in the first forward pass
-            _refuse_in_backward_optimizer(module)
-        if module.static_graph and not module.require_backward_grad_sync and torch.is_grad_enabled():
-            raise RuntimeError(
-                "static_graph=True does not work with no_sync(): DDP stops exchanging gradients (PyTorch issue 187732)"
-            )
-        if module._join_config.enable:
-            raise RuntimeError(
-                "join() does not work with compression: ranks without data cannot know which collectives to join"
-            )
+def _before_forward(owner: Compressor | CountedLocalSteps, module: Any) -> None:
+    """Forward pre-hook of the DDP module: check what can change after :func:`attach`."""
+    owner._before_forward(module)
+    _check_trained_parameters(owner, module.module)
+    if not module._lazy_init_ran:  # DDP installs its hook for in-backward optimizers in the first forward pass
+        _refuse_in_backward_optimizer(module)
+    if module.static_graph and not module.require_backward_grad_sync and torch.is_grad_enabled():
+        raise RuntimeError(
+            "static_graph=True does not work with no_sync(): DDP stops exchanging gradients (PyTorch issue 187732)"
+        )
+    if module._join_config.enable:
+        raise RuntimeError(
+            "join() does not work with compression: ranks without data cannot know which collectives to join"
+        )
 
 
 class _NotCopied(list[Any]):

@@ -205,6 +205,9 @@ class Compressor(GroupCompressor):
             error = RuntimeError("a backward pass ended before all of its gradients were exchanged")
             arrivals.put(Arrival(True, torch.empty(0), error=error))
 
+    def _before_forward(self, module: torch.nn.Module) -> None:
+        self._abort_step()  # a forward pass means that an unfinished backward pass will not go on
+
     def _end_compressed(self) -> None:
         """Wait for the end of the step, and raise its error if it failed."""
         running = self._running

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hvdcompress._torch.compressor import TensorCompressor, plain_name
-from hvdcompress._torch.optimizers import unwrapped
+from hvdcompress._torch.compressor import TensorCompressor, averaged_by_ddp
+from hvdcompress._torch.optimizers import trains, unwrapped
 from hvdcompress.engine.saving import checkpoint as files
 from hvdcompress.engine.telemetry import log
 from hvdcompress.local_steps import state
@@ -121,10 +123,13 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
     Args:
         model: the model, not wrapped in ``DistributedDataParallel``. Its parameters that require a gradient are
             exchanged. Floating-point buffers, such as those of batch normalization, are averaged in each exchange.
-        optimizer: the inner optimizer. Its state stays local; it is saved with the rest.
+        optimizer: the inner optimizer, whose state stays local, and is saved and loaded with the rest. Without it, the
+            states of all optimizers that train the parameters are saved, and each is loaded in its first step, but not
+            its learning rate and other hyper-parameters.
         every: steps from one exchange of a parameter to the next.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. The
-            momentum of the outer optimizer is kept, unless a rule or ``settings`` have ``optimizer_momentum``.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. "auto"
+            is QSGD. The momentum of the outer optimizer is kept, unless a rule or ``settings`` have
+            ``optimizer_momentum``.
         outer: ``lr``, ``momentum`` and ``nesterov`` of the outer SGD; None to average the parameters.
         fragments: number of parts of the model. One of them is exchanged every ``every / fragments`` steps.
         delay: steps from the beginning of an exchange to the use of its result. During these steps, training goes on.
@@ -150,10 +155,10 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
         every: int,
-        method: str | Method | Plan | Mapping[str, Any] = "qsgd",
+        method: str | Method | Plan | Mapping[str, Any] = "auto",
         outer: Mapping[str, Any] | None = OUTER,
         fragments: int = 1,
         delay: int = 0,
@@ -174,19 +179,22 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
             raise ValueError(f"mixing = {mixing} must be at least 0 and less than 1; with 1, ranks would never agree")
         if isinstance(model, DistributedDataParallel):
             raise ValueError("DistributedDataParallel exchanges gradients in every step: give the model without it")
-        if hasattr(optimizer, "_requires_update"):
-            raise ValueError("hvd.DistributedOptimizer exchanges gradients in every step: give a plain optimizer")
         self.model = model
         self.optimizer = optimizer
+        self._optimizers: list[torch.optim.Optimizer] = []  # those that train the parameters, as far as known
+        self._unloaded: list[dict[str, Any]] = []  # saved states of optimizers that have not taken a step yet
+        if optimizer:
+            self._add_optimizer(optimizer)
         self.every = every
         self.delay = delay
         self.mixing = mixing
         self.warmup = warmup
         self.checkpoint = Path(checkpoint) if checkpoint else None
         self.steps = 0
+        self._counted = 0  # steps that DDP has counted since the last call of step()
         self._network = network_of(driver, process_group)
-        parameters = {plain_name(name): each for name, each in model.named_parameters()}
-        for tensor in (*parameters.values(), *model.buffers()):
+        parameters = averaged_by_ddp(model, model.named_parameters())
+        for tensor in (*parameters.values(), *averaged_by_ddp(model, model.named_buffers()).values()):
             broadcast(self._network, tensor)
         trained = {name: each for name, each in parameters.items() if each.requires_grad}
         if not trained:
@@ -197,7 +205,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         self.fragments = [Fragment(lambda: parameters, *each) for each in zip(parts, offsets, strict=True)]
         anchors = [anchor for fragment in self.fragments for anchor in fragment.anchors.values()]
         self.outer = torch.optim.SGD(anchors, **({"lr": 1.0} if outer is None else outer))  # 1.0: the average
-        plan = plan_of(method, **{"optimizer_momentum": "keep", **settings})
+        plan = plan_of("qsgd" if method == "auto" else method, **{"optimizer_momentum": "keep", **settings})
         waits = any(
             each.feedback != "none" and each.optimizer_momentum == "keep" and (each.sparse or each.delay > 1)
             for each in plan.methods
@@ -223,10 +231,23 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         renormed = {id(each.weight) for each in model.modules() if getattr(each, "max_norm", None) is not None}
         self._watched = {name: each for name, each in trained.items() if id(each) not in renormed}
         self._versions = self._versions_now()
+        self._names = {id(each): name for name, each in trained.items()}
+        self._is_synchronized = False  # inside of synchronized()
         myself = weakref.ref(self)
-        inner = unwrapped(optimizer)
-        inner.register_step_pre_hook(lambda *_: (local := myself()) and local._notice_changes())  # type: ignore[func-returns-value, arg-type]
-        inner.register_step_post_hook(lambda *_: (local := myself()) and local._note_versions())  # type: ignore[func-returns-value, arg-type]
+
+        def of_own(call: Callable[[LocalSteps, torch.optim.Optimizer], None]) -> Callable[..., None]:
+            """Return a hook of all optimizers that calls a function for those that train the model."""
+
+            def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+                if (local := myself()) and trains(optimizer, local._names.keys()):
+                    call(local, optimizer)
+
+            return hook
+
+        self._handles = [
+            register_optimizer_step_pre_hook(of_own(LocalSteps._before_optimizer)),
+            register_optimizer_step_post_hook(of_own(lambda local, _: local._note_versions())),
+        ]
         self._device = anchors[0].device
         self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         # One thread for all exchanges, so that they begin in one order on all ranks
@@ -243,6 +264,8 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
 
         Exchanges in flight are completed, but not applied.
         """
+        for handle in self._handles:
+            handle.remove()
         self._thread.shutdown()
         for compressor in self.compressors:
             getattr(compressor, "close", lambda: None)()
@@ -301,6 +324,72 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
                 self._begin(fragment, 0)
                 self._end(fragment, 0.0)
 
+    @contextlib.contextmanager
+    def synchronized(self) -> Iterator[None]:
+        """Context manager for evaluating or saving the model: inside, all ranks have the same parameters.
+
+        They are those after the last exchange. Nothing is exchanged, so one rank may use it alone. Afterwards each rank
+        trains on with its own parameters, as if nothing had happened.
+        """
+        if self._is_synchronized:
+            yield
+            return
+        changed = self._versions != self._versions_now()
+        own = self._replace_by_anchors()
+        self._is_synchronized = True
+        try:
+            yield
+        finally:
+            self._restore(own)
+            self._is_synchronized = False
+            if not changed:
+                self._note_versions()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _replace_by_anchors(self) -> list[dict[str, torch.Tensor]]:
+        """Move parameters and buffers to the anchors; return copies of their present values, for each fragment."""
+        own = []
+        for fragment in self.fragments:
+            now = fragment.current()
+            own.append({name: now[name].detach().clone() for name in fragment.anchors})
+            fragment.pull(0.0)
+        return own
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _restore(self, own: Iterable[Mapping[str, torch.Tensor]]) -> None:
+        for fragment, values in zip(self.fragments, own, strict=True):
+            now = fragment.current()
+            for name, value in values.items():
+                now[name].copy_(value)
+
+    def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of an optimizer that trains the parameters.
+
+        Raises:
+            ValueError: the optimizer communicates in every step.
+        """
+        if hasattr(optimizer, "_requires_update"):
+            raise ValueError("hvd.DistributedOptimizer exchanges gradients in every step: give a plain optimizer")
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise ValueError("ZeroRedundancyOptimizer exchanges parameters in every step: give a plain optimizer")
+        self._optimizers.append(unwrapped(optimizer))
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Optimizer pre-step hook: notice changes of the parameters, and load the optimizer's saved state."""
+        if not any(each is unwrapped(optimizer) for each in self._optimizers):
+            self._add_optimizer(optimizer)
+            self._load_optimizer(optimizer)
+        self._notice_changes()
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load the next state that was saved, if there is one."""
+        if self._unloaded:
+            saved = self._unloaded.pop(0)
+            # Without a given optimizer, the program saves and loads learning rates, which are equal on all ranks
+            optimizer.load_state_dict(saved if self.optimizer else {**optimizer.state_dict(), "state": saved["state"]})
+
     def _versions_now(self) -> list[int]:
         """Return PyTorch's counts of in-place changes of the parameters."""
         return [each._version for each in self._watched.values()]
@@ -325,7 +414,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
             changed = bool(self._network.largest(torch.tensor([self._changed], device=self._device).byte()))
         if changed and self._network.rank == 0:
             log.LOGGER.warning(
-                "step %d: the program has changed the weights of some rank after local.step(), such as by loading "
+                "step %d: the program has changed the weights of some rank between two steps, such as by loading "
                 "them; this exchange averages them uncompressed, without the outer optimizer",
                 self.steps,
             )
@@ -388,13 +477,18 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         return files.by_rank(self._state())
 
     def _state(self) -> dict[str, Any]:
+        if self._is_synchronized:
+            raise RuntimeError(
+                "the parameters are not those of this rank now: save the state outside of synchronized()"
+            )
         for fragment in self.fragments:
             if fragment.pending:
                 fragment.pending.result()
         own = {
             "steps": self.steps,
+            "counted": self._counted,
             "model": self.model.state_dict(),
-            "optimizer": state.plain(self.optimizer.state_dict(), "optimizer"),
+            "optimizers": [state.plain(each.state_dict(), "optimizer") for each in self._optimizers],
             "outer": state.plain(self.outer.state_dict(), "outer"),
             "fragments": [
                 {"agreed": each.agreed, "due": each.due, "gradients": each.gradients, "anchors": each.anchors}
@@ -424,8 +518,11 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
             for name, anchor in fragment.anchors.items():
                 anchor.copy_(before["anchors"][name])
         self.steps = own["steps"]
+        self._counted = own["counted"]
         self.model.load_state_dict(own["model"])
-        self.optimizer.load_state_dict(own["optimizer"])
+        self._unloaded = own["optimizers"]
+        for optimizer in self._optimizers:
+            self._load_optimizer(optimizer)
         self.outer.load_state_dict(own["outer"])
         if saved.get("resharded"):
             # Parameters between exchanges are those of ranks that no longer exist
@@ -469,7 +566,8 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
 
 def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the floating-point buffers, such as those of batch normalization, as they are now."""
-    return {plain_name(name): each.detach() for name, each in model.named_buffers() if each.is_floating_point()}
+    buffers = averaged_by_ddp(model, model.named_buffers())
+    return {name: each.detach() for name, each in buffers.items() if each.is_floating_point()}
 
 
 def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:

@@ -22,7 +22,6 @@ def DistributedOptimizer(
     op: Any = hvd.Average,
     backward_passes_per_step: int = 1,
     process_set: Any = hvd.global_process_set,
-    local_steps: int | None = None,
     **settings: Unpack[DriverSettings],
 ) -> torch.optim.Optimizer:
     """Wrap an optimizer in ``hvd.DistributedOptimizer``, and compress the gradients that it exchanges.
@@ -36,7 +35,6 @@ def DistributedOptimizer(
         op: ``hvd.Average`` or ``hvd.Sum``.
         backward_passes_per_step: number of backward passes whose gradients each rank adds before they are exchanged.
         process_set: the Horovod process set to reduce over.
-        local_steps: not available yet: use :class:`hvdcompress.local_steps.LocalSteps`.
         settings: ``loss_scale``, ``backend``, hyper-parameters and plan keys; see :class:`Compressor`.
 
     Returns:
@@ -44,10 +42,7 @@ def DistributedOptimizer(
 
     Raises:
         ValueError: the plan is wrong, or ``hvd.init()`` was not called.
-        NotImplementedError: ``local_steps`` is given.
     """
-    if local_steps is not None:
-        raise NotImplementedError("local_steps: use hvdcompress.local_steps.LocalSteps until this function can do it")
     named = list(named_parameters)
     compressor = Compressor(method, named, process_set=process_set, **settings)
     wrapped = hvd.DistributedOptimizer(
