@@ -7,16 +7,46 @@ forward pass begins with the exchanges that are due, when the optimizer has used
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdcompress._torch.local_steps import ParameterExchange
+from hvdcompress.ddp.compressor import Compressor
+from hvdcompress.ddp.transport import peer_lost
 from hvdcompress.engine.telemetry import log
-from hvdcompress.local_steps import LocalSteps
+from hvdcompress.plan import Plan
 
 
-class CountedLocalSteps(LocalSteps):
+class TorchNetwork:
+    """torch.distributed: all ranks, unless a process group is given."""
+
+    def __init__(self, group: Any):
+        self._group = group or torch.distributed.group.WORLD
+        self.rank = torch.distributed.get_rank(self._group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in the process group")
+
+    def compressor(self, plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> Compressor:
+        """Return a Compressor of these parameters."""
+        return Compressor(plan, parameters.items(), process_group=self._group)
+
+    def largest(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the maximum of a tensor of uint8 over all ranks, by element, in place; collective.
+
+        Raises:
+            PeerLost: the process group has failed.
+        """
+        try:
+            torch.distributed.all_reduce(data, torch.distributed.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise peer_lost(self.rank, error) from error
+        return data
+
+
+class CountedLocalSteps(ParameterExchange):
     """Local steps of a DDP module. There is no call of :meth:`step` in the program.
 
     Args:
@@ -25,7 +55,7 @@ class CountedLocalSteps(LocalSteps):
     """
 
     def __init__(self, module: DistributedDataParallel, **settings: Any):
-        super().__init__(module.module, driver="torch", process_group=module.process_group, **settings)
+        super().__init__(module.module, process_group=module.process_group, **settings)
         self._is_saving = False
         self._changes_weights = False  # the program has changed the weights after the optimizer's last step
         module.broadcast_buffers = False
@@ -36,6 +66,9 @@ class CountedLocalSteps(LocalSteps):
         for option, found in costs.items():
             if found and self._network.rank == 0:
                 log.warn_once(f"local steps: {option} communicates in every step; training is faster without it")
+
+    def _network_of(self, driver: str | None, group: Any) -> TorchNetwork:
+        return TorchNetwork(group)
 
     def _receive(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Communication hook: leave the gradients of a bucket as they are."""
@@ -55,7 +88,6 @@ class CountedLocalSteps(LocalSteps):
         elif not module.training:
             self._warn_between_exchanges("evaluated")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _catch_up(self) -> None:
         # Weights that are changed after every step, such as by clipping them, are trained. Others are loaded
         changed = self._versions != self._versions_now()
@@ -69,7 +101,7 @@ class CountedLocalSteps(LocalSteps):
     def _warn_between_exchanges(self, what: str) -> None:
         """Warn once if the parameters that the program uses are those of this rank alone."""
         agree = not self._counted and all(each.agreed == self.steps for each in self.fragments)
-        if not (agree or self._is_synchronized):
+        if not (agree or self._own):
             log.warn_once(
                 f"local steps: the model is {what} between two exchanges, when each rank has its own parameters; do it "
                 "inside of `with compressor.synchronized():`, or after compressor.synchronize()"

@@ -11,17 +11,18 @@ them. Do not use ``register_for_checkpointing``, which saves only the residuals 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from hvdcompress import ddp
+from hvdcompress.ddp.local_steps import CountedLocalSteps
 from hvdcompress.integrations import rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
-from hvdcompress.settings import DriverSettings
 
 try:
     from accelerate import Accelerator, DistributedType
@@ -35,8 +36,8 @@ def attach(
     accelerator: Accelerator,
     model: torch.nn.Module,
     method: str | Method | Plan | Mapping[str, Any] = "auto",
-    **settings: Unpack[DriverSettings],
-) -> ddp.Compressor:
+    **settings: Any,
+) -> ddp.Compressor | CountedLocalSteps:
     """Compress the gradients of a model that ``accelerator.prepare`` has returned.
 
     Call it on every process, before the first backward pass and before ``load_state``.
@@ -45,11 +46,11 @@ def attach(
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file.
-        settings: as for :func:`hvdcompress.ddp.attach`. With ``mixed_precision="fp16"``, ``loss_scale`` is by default
-            taken from accelerate's scaler.
+        settings: as for :func:`hvdcompress.ddp.attach`, including ``local_steps``. With
+            ``mixed_precision="fp16"``, ``loss_scale`` is by default taken from accelerate's scaler.
 
     Returns:
-        The Compressor.
+        What :func:`hvdcompress.ddp.attach` returns.
 
     Raises:
         ValueError: there is only one process; accelerate has not wrapped the model in DistributedDataParallel; the
@@ -65,25 +66,31 @@ def attach(
             f"accelerate uses {accelerator.distributed_type.value}, not DistributedDataParallel; configure it for "
             "multi-GPU or multi-CPU training"
         )
-    known: dict[str, Any] = {"loss_scale": accelerator.scaler.get_scale} if accelerator.scaler else {}
+    scaled = accelerator.scaler and not settings.get("local_steps")
+    known: dict[str, Any] = {"loss_scale": accelerator.scaler.get_scale} if scaled else {}
     compressor = ddp.attach(model, method, **{**known, **settings})
 
+    def number_of(models: list[torch.nn.Module]) -> int:
+        return next(number for number, each in enumerate(models) if any(each is inner for inner in model.modules()))
+
     def save(models: list[torch.nn.Module], weights: Any, folder: str) -> None:
-        compressor.save(_folder(folder, models, model))
+        compressor.save(_folder(folder, number_of(models)))
 
     def load(models: list[torch.nn.Module], folder: str) -> None:
-        rank_files.load(compressor, _folder(folder, models, model))
+        number = number_of(models)
+        rank_files.load(compressor, _folder(folder, number))
+        if isinstance(compressor, CountedLocalSteps) and compressor.steps:
+            models[number] = copy.deepcopy(models[number])  # accelerate loads the weights of the main process into it
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
     return compressor
 
 
-def _folder(folder: str, models: list[torch.nn.Module], model: torch.nn.Module) -> Path:
+def _folder(folder: str, number: int) -> Path:
     """Return the folder for a model's residuals within a checkpoint.
 
     It is ``hvdcompress`` for the first prepared model, ``hvdcompress_1`` for the second, and so on: accelerate numbers
     its own files in the same way.
     """
-    number = next((number for number, each in enumerate(models) if each is model), 0)
     return Path(folder) / (f"{rank_files.NAME}_{number}" if number else rank_files.NAME)

@@ -7,13 +7,13 @@ import warnings
 from pathlib import Path
 
 from hvdcompress.ddp import Compressor
+from hvdcompress.ddp.local_steps import CountedLocalSteps
 from hvdcompress.engine.saving.checkpoint import NoState
-from hvdcompress.local_steps import LocalSteps
 
 NAME = "hvdcompress"  #: name of the folder, inside of a checkpoint that is a folder itself
 
 
-def load(state: Compressor | LocalSteps, folder: Path) -> None:
+def load(state: Compressor | CountedLocalSteps, folder: Path) -> None:
     """Read this rank's state from the folder; warn if the checkpoint comes from a run of another kind.
 
     Raises:

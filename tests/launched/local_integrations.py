@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from hvdcompress.local_steps import LocalSteps
+from hvdcompress.ddp.local_steps import CountedLocalSteps
 
 EVERY, STEPS = 3, 8
 SETTINGS: dict[str, Any] = {"method": "topk", "density": 0.1, "min_elements": 10}
@@ -32,7 +32,7 @@ def everyone(value: Any) -> list[Any]:
     return found
 
 
-def step_and_compare(local: LocalSteps) -> bool:
+def step_and_compare(local: CountedLocalSteps) -> bool:
     """Note whether the ranks agree when a step has ended."""
     worked = step(local)
     first, second = everyone(next(local.model.parameters()).detach().clone())
@@ -49,7 +49,7 @@ def lightning(checkpoint: Path | None) -> torch.nn.Linear:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from hvdcompress.integrations.lightning import LocalStepsDDP
+    from hvdcompress.integrations.lightning import CompressedDDP
 
     class Net(LightningModule):
         def __init__(self) -> None:
@@ -66,7 +66,7 @@ def lightning(checkpoint: Path | None) -> torch.nn.Linear:
         max_epochs=2,
         accelerator="cpu",
         devices=2,
-        strategy=LocalStepsDDP(EVERY, **SETTINGS),
+        strategy=CompressedDDP(local_steps=EVERY, **SETTINGS),
         callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
         logger=False,
         enable_progress_bar=False,
@@ -81,7 +81,7 @@ def lightning(checkpoint: Path | None) -> torch.nn.Linear:
 def transformers(checkpoint: Path | None) -> torch.nn.Linear:
     from transformers import Trainer, TrainingArguments
 
-    from hvdcompress.integrations.transformers import LocalStepsCallback
+    from hvdcompress.integrations.transformers import CompressionCallback
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -104,7 +104,7 @@ def transformers(checkpoint: Path | None) -> torch.nn.Linear:
     )
     data = [{"x": x, "labels": y} for x, y in zip(INPUTS, LABELS, strict=True)]
     trainer = Trainer(Net(), arguments, train_dataset=data)
-    trainer.add_callback(LocalStepsCallback(trainer, EVERY, **SETTINGS))
+    trainer.add_callback(CompressionCallback(trainer, local_steps=EVERY, **SETTINGS))
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint / "checkpoint-4"))
     return trainer.model.layer
 
@@ -112,24 +112,29 @@ def transformers(checkpoint: Path | None) -> torch.nn.Linear:
 def accelerate(checkpoint: Path | None) -> torch.nn.Linear:
     from accelerate import Accelerator
 
+    from hvdcompress.integrations.accelerate import attach
+
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare_model(layer_of(), evaluation_mode=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer, data = accelerator.prepare(optimizer, DataLoader(TensorDataset(INPUTS, LABELS), batch_size=4))
-    local = LocalSteps(model, optimizer, every=EVERY, **SETTINGS)
+    layer = layer_of()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(TensorDataset(INPUTS, LABELS), batch_size=4)
+    model, optimizer, data = accelerator.prepare(layer, optimizer, loader)
+    local = attach(accelerator, model, local_steps=EVERY, **SETTINGS)
+    attach(accelerator, accelerator.prepare(torch.nn.Linear(20, 3)), **SETTINGS)  # each model has its own folder
     if checkpoint:
-        local.load(checkpoint)
-    while local.steps < STEPS:
+        accelerator.load_state(checkpoint)
+    for epoch in range(1 if checkpoint else 0, 2):
         for inputs, labels in data:
             optimizer.zero_grad()
             accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
             optimizer.step()
-            local.step()
-        if local.steps == STEPS // 2:
-            local.save(folder)
+        if not epoch:
+            with local.synchronized():
+                accelerator.save_state(folder)
             accelerator.wait_for_everyone()
+            assert (folder / "hvdcompress").is_dir() and (folder / "hvdcompress_1").is_dir()
     local.synchronize()
-    return model
+    return layer
 
 
 run: Callable[[Path | None], torch.nn.Linear] = {
@@ -137,10 +142,11 @@ run: Callable[[Path | None], torch.nn.Linear] = {
     "transformers": transformers,
     "accelerate": accelerate,
 }[framework]
-step = LocalSteps.step
-LocalSteps.step = step_and_compare  # type: ignore[method-assign]
+step = CountedLocalSteps.step
+CountedLocalSteps.step = step_and_compare  # type: ignore[method-assign]
 states = [run(given).state_dict() for given in (None, folder)]
-assert agree == [False, False, True, False, False, True, False, False, False, True, False, False], agree
+# A step is counted in the next forward pass: the fourth one by both trainings
+assert agree == [step % EVERY == 0 for step in (*range(1, STEPS + 1), *range(4, STEPS + 1))], agree
 for rank, (whole, resumed) in enumerate(everyone(states)):
     for name in whole:
         assert torch.equal(whole[name], resumed[name]), f"rank {rank}: resumed training differs in {name}"

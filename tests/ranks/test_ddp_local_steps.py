@@ -318,10 +318,18 @@ def test_training_continues_to_the_bit(driver, save_at, optimizers):
         assert torch.equal(got[name], tensor), name
 
 
-def test_state_is_not_saved_with_other_weights(driver):
-    training = Training(driver, True)
+def test_state_inside_of_synchronized_is_that_of_the_rank(driver):
+    training = Training(driver, True).run(range(4))
+    before = training.local.state_dict()
     with training.local.synchronized(), training.local.synchronized():
-        driver.must_raise(RuntimeError, ["outside of synchronized()"], training.local.state_dict)
+        assert training.local.state_dict() == before
+        found = [each.clone() for each in training.net.parameters()]
+        assert all(torch.equal(*pair) for other in driver.gather(found) for pair in zip(other, found, strict=True))
+    assert training.local.state_dict() == before
+    own = copy.deepcopy(list(training.net.parameters()))
+    with training.local.synchronized():
+        training.local.load_state_dict(before)
+    assert all(torch.equal(*pair) for pair in zip(training.net.parameters(), own, strict=True))
     training.local.close()
 
 

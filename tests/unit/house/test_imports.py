@@ -53,7 +53,7 @@ OPTIONAL_OF = {
     "horovod/torch": {"torch", "horovod"},
     "ddp": {"torch"},
     "fsdp": {"torch"},
-    "local_steps": {"torch", "horovod"},
+    "local_steps": {"torch"},
     "horovod/tensorflow": {"tensorflow", "horovod"},
     "horovod/keras": {"keras", "tensorflow", "horovod"},
     "mpi": {"mpi4py"},

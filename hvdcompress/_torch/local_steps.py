@@ -1,4 +1,4 @@
-"""The algorithm of local steps: DiLoCo, local SGD and Streaming DiLoCo.
+"""The algorithm of local steps, over any network: DiLoCo, local SGD and Streaming DiLoCo.
 
 An exchange averages the *pseudo-gradient*, the parameters at the last exchange (the *anchor*) minus the parameters now,
 by any method or plan, with its error feedback. An outer optimizer, SGD with Nesterov momentum, then updates the anchor,
@@ -20,19 +20,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hvdcompress._torch import local_state as state
 from hvdcompress._torch.compressor import TensorCompressor, averaged_by_ddp
 from hvdcompress._torch.optimizers import trains, unwrapped
 from hvdcompress.engine.saving import checkpoint as files
 from hvdcompress.engine.telemetry import log
-from hvdcompress.local_steps import state
-from hvdcompress.local_steps.networks import broadcast, network_of
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan, plan_of
 
@@ -115,41 +114,20 @@ class Fragment:
                 now[name].copy_(anchor)
 
 
-class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
-    """Exchanges the parameters of a model every few steps.
+class Network(Protocol):
+    """Ranks that exchange parameters, with the collective that no Compressor has."""
 
-    Constructing it is collective: all ranks must do it. It broadcasts parameters and buffers from rank 0.
+    rank: int
 
-    Args:
-        model: the model, not wrapped in ``DistributedDataParallel``. Its parameters that require a gradient are
-            exchanged. Floating-point buffers, such as those of batch normalization, are averaged in each exchange.
-        optimizer: the inner optimizer, whose state stays local, and is saved and loaded with the rest. Without it, the
-            states of all optimizers that train the parameters are saved, and each is loaded in its first step, but not
-            its learning rate and other hyper-parameters.
-        every: steps from one exchange of a parameter to the next.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. "auto"
-            is QSGD. The momentum of the outer optimizer is kept, unless a rule or ``settings`` have
-            ``optimizer_momentum``.
-        outer: ``lr``, ``momentum`` and ``nesterov`` of the outer SGD; None to average the parameters.
-        fragments: number of parts of the model. One of them is exchanged every ``every / fragments`` steps.
-        delay: steps from the beginning of an exchange to the use of its result. During these steps, training goes on.
-        mixing: share of a rank's own parameters when a result is applied (α in Streaming DiLoCo).
-        warmup: number of first steps after which parameters are averaged in every step, uncompressed.
-        driver: "torch" for torch.distributed or "horovod"; by default the one that is initialized.
-        process_group: a torch.distributed process group or a Horovod process set; by default all ranks.
-        checkpoint: a folder that all ranks see. The state is loaded from there if there is one, and saved after each
-            exchange; during the warm-up, every ``every`` steps.
-        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``nodes``, …).
+    def compressor(self, plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> TensorCompressor:
+        """Return a Compressor of these parameters."""
 
-    Attributes:
-        steps: number of calls of :meth:`step`.
-        outer: the outer optimizer.
-        fragments: the parts of the model. The last one has the buffers, if there are any.
+    def largest(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the maximum of a tensor of uint8 over all ranks, by element; collective."""
 
-    Raises:
-        ValueError: an argument is out of range, the plan is wrong, or neither torch.distributed nor Horovod is
-            initialized.
-    """
+
+class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", None]):
+    """Base class of local steps. Arguments and attributes are those of :class:`hvdcompress.local_steps.LocalSteps`."""
 
     @torch.inference_mode(False)
     def __init__(
@@ -192,10 +170,10 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         self.checkpoint = Path(checkpoint) if checkpoint else None
         self.steps = 0
         self._counted = 0  # steps that DDP has counted since the last call of step()
-        self._network = network_of(driver, process_group)
+        self._network = self._network_of(driver, process_group)
         parameters = averaged_by_ddp(model, model.named_parameters())
         for tensor in (*parameters.values(), *averaged_by_ddp(model, model.named_buffers()).values()):
-            broadcast(self._network, tensor)
+            _broadcast(self._network, tensor)
         trained = {name: each for name, each in parameters.items() if each.requires_grad}
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
@@ -232,10 +210,10 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         self._watched = {name: each for name, each in trained.items() if id(each) not in renormed}
         self._versions = self._versions_now()
         self._names = {id(each): name for name, each in trained.items()}
-        self._is_synchronized = False  # inside of synchronized()
+        self._own: list[dict[str, torch.Tensor]] | None = None  # this rank's tensors, inside of synchronized()
         myself = weakref.ref(self)
 
-        def of_own(call: Callable[[LocalSteps, torch.optim.Optimizer], None]) -> Callable[..., None]:
+        def of_own(call: Callable[[ParameterExchange, torch.optim.Optimizer], None]) -> Callable[..., None]:
             """Return a hook of all optimizers that calls a function for those that train the model."""
 
             def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -245,7 +223,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
             return hook
 
         self._handles = [
-            register_optimizer_step_pre_hook(of_own(LocalSteps._before_optimizer)),
+            register_optimizer_step_pre_hook(of_own(ParameterExchange._before_optimizer)),
             register_optimizer_step_post_hook(of_own(lambda local, _: local._note_versions())),
         ]
         self._device = anchors[0].device
@@ -255,6 +233,9 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         if self.checkpoint:
             with contextlib.suppress(FileNotFoundError):
                 self.load(self.checkpoint)
+
+    def _network_of(self, driver: str | None, group: Any) -> Network:
+        raise NotImplementedError
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -331,17 +312,15 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         They are those after the last exchange. Nothing is exchanged, so one rank may use it alone. Afterwards each rank
         trains on with its own parameters, as if nothing had happened.
         """
-        if self._is_synchronized:
+        if self._own:
             yield
             return
         changed = self._versions != self._versions_now()
-        own = self._replace_by_anchors()
-        self._is_synchronized = True
+        self._own = self._replace_by_anchors()
         try:
             yield
         finally:
-            self._restore(own)
-            self._is_synchronized = False
+            self._restore_own()
             if not changed:
                 self._note_versions()
 
@@ -358,8 +337,10 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _restore(self, own: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        for fragment, values in zip(self.fragments, own, strict=True):
+    def _restore_own(self) -> None:
+        """Move parameters and buffers to the copies, unless a state was loaded meanwhile."""
+        own, self._own = self._own, None
+        for fragment, values in zip(self.fragments, own or (), strict=bool(own)):
             now = fragment.current()
             for name, value in values.items():
                 now[name].copy_(value)
@@ -372,7 +353,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         """
         if hasattr(optimizer, "_requires_update"):
             raise ValueError("hvd.DistributedOptimizer exchanges gradients in every step: give a plain optimizer")
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if isinstance(optimizer, Joinable):
             raise ValueError("ZeroRedundancyOptimizer exchanges parameters in every step: give a plain optimizer")
         self._optimizers.append(unwrapped(optimizer))
 
@@ -477,10 +458,11 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         return files.by_rank(self._state())
 
     def _state(self) -> dict[str, Any]:
-        if self._is_synchronized:
-            raise RuntimeError(
-                "the parameters are not those of this rank now: save the state outside of synchronized()"
-            )
+        if self._own:
+            self._restore_own()
+            saved = self._state()
+            self._own = self._replace_by_anchors()
+            return saved
         for fragment in self.fragments:
             if fragment.pending:
                 fragment.pending.result()
@@ -521,6 +503,8 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
         self._counted = own["counted"]
         self.model.load_state_dict(own["model"])
         self._unloaded = own["optimizers"]
+        # Others are loaded in their first step: the framework may load those of rank 0 after this call
+        self._optimizers = self._optimizers[:1] if self.optimizer else []
         for optimizer in self._optimizers:
             self._load_optimizer(optimizer)
         self.outer.load_state_dict(own["outer"])
@@ -528,6 +512,7 @@ class LocalSteps(contextlib.AbstractContextManager["LocalSteps", None]):
             # Parameters between exchanges are those of ranks that no longer exist
             for fragment in self.fragments:
                 fragment.pull(0.0)
+        self._own = None
         self._changed = False
         self._note_versions()
 
@@ -579,3 +564,12 @@ def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dic
         parts.setdefault(done * count // (total or 1), {})[name] = each
         done += each.numel()
     return list(parts.values())
+
+
+def _broadcast(network: Network, tensor: torch.Tensor) -> None:
+    """Copy a tensor from rank 0 to all ranks, as bytes, because Horovod does not know every dtype."""
+    data = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    if network.rank:
+        data.zero_()
+    if len(data):
+        tensor.detach().copy_(network.largest(data).view(tensor.dtype).view(tensor.shape))
