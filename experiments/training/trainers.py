@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from experiments.attach import Attached, How, over_ddp, over_horovod
 from experiments.training import models_torch
 from experiments.training.experiment import Task
 from experiments.training.tasks import Batch, data_of, net_of
 from hvdcompress import ddp
-from hvdcompress.local_steps import LocalSteps
 
 
 class Trainer:
@@ -32,7 +32,8 @@ class Trainer:
         seed: of the initial parameters, which are the same for every method and on every rank.
         device: "cpu" or "cuda", where the net computes.
         prefix: of the names under which Horovod sums the gradients of a baseline.
-        local: arguments of LocalSteps, whose method is then ``how``; None to exchange gradients in every step.
+        local: arguments of LocalSteps, whose method is then ``how``; None to exchange gradients in every step. Only DDP
+            takes local steps.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Trainer:
         self.driver, self.task = driver, task
         self.net = models_torch.build(net_of(task.task, task.net), data_of(task.task)).to(device)
         optimizer = models_torch.optimizer_of(task, self.net)
-        self.local: LocalSteps | None = None
+        self.local: ddp.CountedLocalSteps | None = None
         if local is not None:
-            self.local = LocalSteps(self.net, optimizer, method=how, **local)
-            self.attached, self.compressor = Attached(None, optimizer), None
+            model = DistributedDataParallel(self.net)
+            settings = dict(local)
+            self.local = ddp.attach(model, how, local_steps=settings.pop("every"), **settings)
+            self.attached, self.compressor = Attached(model, optimizer), None
             return
         if not isinstance(how, str):
             prefix = ""
@@ -83,8 +86,6 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.task.clip_norm)
         with reduced:
             optimizer.step()
-        if self.local:
-            self.local.step()
         return loss.item()
 
     def compute(self, batch: Batch) -> float:

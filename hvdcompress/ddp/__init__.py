@@ -12,7 +12,8 @@ for frameworks that make the DDP module themselves see :mod:`hvdcompress.integra
 from hvdcompress._torch.planner import ReshardingPlanner
 from hvdcompress.ddp.attach import attach, hook
 from hvdcompress.ddp.compressor import Compressor
+from hvdcompress.ddp.local_steps import CountedLocalSteps
 from hvdcompress.ddp.transport import PeerLost
 from hvdcompress.engine.agreement import PeerError
 
-__all__ = ["Compressor", "PeerError", "PeerLost", "ReshardingPlanner", "attach", "hook"]
+__all__ = ["Compressor", "CountedLocalSteps", "PeerError", "PeerLost", "ReshardingPlanner", "attach", "hook"]
