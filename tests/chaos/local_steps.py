@@ -1,7 +1,8 @@
 """Run by two ranks that take local steps; rank 1 is killed between two exchanges: ``python local_steps.py OUT``.
 
-``DRIVER`` in the environment: "ddp", or "torch" for Horovod. When the ranks are started again, they go on from
-OUT/state to the end, and compare the result with that of a training without an interruption.
+``DRIVER`` in the environment: "ddp", whose steps are counted by its hook, or "torch" for Horovod. When the ranks are
+started again, they go on from OUT/state to the end, and compare the result with that of a training without an
+interruption.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from hvdcompress import ddp
 from hvdcompress.local_steps import LocalSteps
 from tests.ranks.drivers import driver_of
 
@@ -21,6 +24,7 @@ EVERY, KILLED, LAST = 3, 8, 12  #: steps
 
 faulthandler.dump_traceback_later(90, exit=True)
 out = Path(sys.argv[1])
+by_one_line = os.environ["DRIVER"] == "ddp"
 rank = driver_of(os.environ["DRIVER"], out).rank
 is_restarted = (out / "killed").exists()
 
@@ -30,17 +34,25 @@ def train(first: int, checkpoint: Path | None = None) -> dict[str, torch.Tensor]
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with LocalSteps(model, sgd, every=EVERY, method="topk", density=0.1, checkpoint=checkpoint) as local:
+    settings = {"method": "topk", "density": 0.1, "checkpoint": checkpoint}
+    if by_one_line:
+        net: torch.nn.Module = DistributedDataParallel(model)
+        local = ddp.attach(net, local_steps=EVERY, **settings)
+    else:
+        net, local = model, LocalSteps(model, sgd, every=EVERY, **settings)
+    with local:
         assert local.steps == first
-        while local.steps < LAST:
-            if local.steps == KILLED and rank == 1 and not is_restarted:
+        for step in range(first, LAST):
+            if step == KILLED and rank == 1 and not is_restarted:
                 (out / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            torch.manual_seed(1000 * local.steps + rank)
+            torch.manual_seed(1000 * step + rank)
             sgd.zero_grad()
-            model(torch.randn(8, 64)).square().mean().backward()
+            net(torch.randn(8, 64)).square().mean().backward()
             sgd.step()
-            local.step()
+            if not by_one_line:
+                local.step()
+        local.synchronize()
     return model.state_dict()
 
 
