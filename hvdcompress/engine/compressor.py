@@ -18,7 +18,7 @@ from hvdcompress.engine.fallback import SPREAD, Verdict
 from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
 from hvdcompress.engine.rehearsal import gathers
-from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
+from hvdcompress.engine.safety.watchdog import Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Agree, Framework, Step, evaluate_loss_scale
@@ -30,7 +30,6 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.summary import summary
-from hvdcompress.launchers import is_elastic
 from hvdcompress.method import TensorSpec
 from hvdcompress.parts.momentum import Moment, heavy_ball
 from hvdcompress.plan import Bucket, Plan
@@ -87,8 +86,7 @@ class Compressor(ABC):
                 log.warn_once(f"fallback is ignored, and compression is always kept: {self._no_fallback_reason}")
         # The watchdog's thread must not keep the Compressor alive
         myself = weakref.ref(self)
-        limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
-        self.watchdog = Watchdog(rank, world_size, lambda: _progress_of(myself()), lambda: _pulse(myself()), limits)
+        self.watchdog = Watchdog(rank, world_size, plan, lambda: _progress_of(myself()))
 
     def _refuse_keys(self, plan: Plan) -> None:
         """Raise ValueError if the plan has a key that this driver does not support."""
@@ -489,18 +487,10 @@ class Compressor(ABC):
 
 def _progress_of(compressor: Compressor | None) -> Progress | None:
     """Return the progress of a rank for its watchdog."""
-    if compressor is None:
-        return Progress(0, None)
-    if compressor._is_over():
+    if compressor is None or compressor._is_over():
         return None
     # list() because the main thread may replace the dictionary in the middle of this call
     steps = max((state.step for state in list(compressor.rank_state.states.values())), default=0)
-    return Progress(steps, compressor._waits_for(), first=compressor.ledger.steps == 0)
-
-
-def _pulse(compressor: Compressor | None) -> Any:
-    """Return a value that changes whenever the step makes progress."""
-    if compressor is None:
-        return None
     ledger = compressor.ledger
-    return ledger.steps, ledger.collectives(), ledger.dense_bytes(), ledger.seconds()["codec"]
+    counts = (ledger.steps, ledger.collectives(), ledger.dense_bytes(), ledger.seconds()["codec"])
+    return Progress(steps, compressor._waits_for(), first=ledger.steps == 0, counts=counts)

@@ -206,8 +206,9 @@ def test_a_rank_that_comes_late_is_waited_for(driver: str, kind: str, fault: str
 PROGRAM = """
 import os, time
 from hvdcompress.engine.safety import watchdog
+from hvdcompress.plan import plan_of
 watchdog.TICK = 0.05
-watched = watchdog.Watchdog(0, 2, lambda: watchdog.Progress(3, None), lambda: 0)
+watched = watchdog.Watchdog(0, 2, plan_of("none"), lambda: watchdog.Progress(3, None))
 watched.endpoint()
 parent = os.getppid()
 print("watched", flush=True)

@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
@@ -27,20 +27,6 @@ MAX_MESSAGE_BYTES = 1 << 16  #: bytes of a message, at most
 REMOTE_ADDRESS = "192.0.2.1"  #: an address for documentation (RFC 5737); only used to find the default route
 
 Message = dict[str, Any]
-#: exceptions that a dropped, silent or unauthenticated peer can cause
-CONNECTION_ERRORS = OSError, EOFError, ValueError, LookupError, TypeError, AuthenticationError
-
-
-class Unreachable(ConnectionError):
-    """A peer did not answer.
-
-    Attributes:
-        refused: whether the connection was refused: the process has ended, or a firewall rejects connections.
-    """
-
-    def __init__(self, refused: bool):
-        super().__init__("no answer")
-        self.refused = refused
 
 
 class AnswerServer:
@@ -51,6 +37,7 @@ class AnswerServer:
 
     Attributes:
         endpoint: address, host name, port and secret. The ranks exchange their endpoints over the training's network.
+        socket: the listening socket. A forked child closes its own copy; the parent continues to use the other one.
     """
 
     def __init__(self, answer: Callable[[Message], Any]):
@@ -58,25 +45,21 @@ class AnswerServer:
         secret = secrets.token_hex(16)
         host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=128)
-        port = self._socket.getsockname()[1]
+        self.socket = socket.create_server((host, 0), family=family, backlog=128)
+        port = self.socket.getsockname()[1]
         self.endpoint: Message = {"host": host, "name": socket.gethostname(), "port": port, "secret": secret}
         threading.Thread(target=self._accept, name="hvdcompress-answers", daemon=True).start()
 
     def close(self) -> None:
         """Close the socket. Later connections are refused."""
         with contextlib.suppress(OSError):  # wakes the thread in accept()
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def close_in_child(self) -> None:
-        """Close the socket in a forked child. The parent continues to use its own copy."""
-        self._socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                peer, _ = self._socket.accept()
+                peer, _ = self.socket.accept()
             except ConnectionError:  # the peer has closed the connection already
                 continue
             except OSError:
@@ -84,7 +67,9 @@ class AnswerServer:
             threading.Thread(target=self._serve, args=(peer,), name="hvdcompress-answer", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
-        with contextlib.suppress(*CONNECTION_ERRORS), _connection(peer) as line:
+        # What a dropped, silent or unauthenticated peer can cause, or a malformed question
+        errors = OSError, EOFError, ValueError, LookupError, TypeError, AuthenticationError
+        with contextlib.suppress(*errors), _connection(peer) as line:
             deliver_challenge(line, self.endpoint["secret"].encode())
             question = json.loads(line.recv_bytes(MAX_MESSAGE_BYTES))
             line.send_bytes(json.dumps(self._answer(question)).encode())
@@ -98,7 +83,8 @@ def query(endpoint: Message, question: Message) -> Any:
         question: any JSON object.
 
     Raises:
-        Unreachable: the peer did not answer.
+        ConnectionRefusedError: the process has ended, or a firewall rejects connections.
+        ConnectionError: the peer did not answer.
     """
     try:
         peer = socket.create_connection((endpoint["host"], endpoint["port"]), CONNECT_TIMEOUT)
@@ -106,20 +92,20 @@ def query(endpoint: Message, question: Message) -> Any:
             answer_challenge(line, endpoint["secret"].encode())
             line.send_bytes(json.dumps(question).encode())
             return json.loads(line.recv_bytes(MAX_MESSAGE_BYTES))
+    except ConnectionRefusedError:
+        raise
     except (OSError, EOFError, ValueError, AssertionError, AuthenticationError) as error:
-        raise Unreachable(isinstance(error, ConnectionRefusedError)) from error
+        raise ConnectionError("no answer") from error
 
 
-@contextlib.contextmanager
-def _connection(peer: socket.socket) -> Iterator[Connection]:
-    """Context manager that wraps a socket in a connection whose reads and writes time out."""
+def _connection(peer: socket.socket) -> Connection:
+    """Wrap a socket in a connection whose reads and writes time out."""
     peer.setblocking(True)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         peer.setsockopt(
             socket.SOL_SOCKET, option, struct.pack("ll", int(MESSAGE_TIMEOUT), int(MESSAGE_TIMEOUT % 1 * 1e6))
         )
-    with Connection(peer.detach()) as line:
-        yield line
+    return Connection(peer.detach())
 
 
 def own_address() -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -27,11 +28,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from multiprocessing.pool import ThreadPool
+from typing import NamedTuple
 
-from hvdcompress.engine.safety.peers import LOCALHOST, MESSAGE_TIMEOUT, AnswerServer, Message, Unreachable, query
+from hvdcompress.engine.safety.peers import LOCALHOST, MESSAGE_TIMEOUT, AnswerServer, Message, query
 from hvdcompress.engine.telemetry.log import LOGGER
-from hvdcompress.launchers import has_launcher_as_parent
+from hvdcompress.launchers import has_launcher_as_parent, is_elastic
+from hvdcompress.plan import Plan
 
 TICK = 0.5  #: seconds between two checks
 DEFAULT_TIMEOUT = 1800  #: seconds; the same as PyTorch's process groups
@@ -51,29 +54,14 @@ class Progress(NamedTuple):
         waits_for: description of what it waits for; None outside of a step.
         seconds: time that it has waited.
         first: whether it has not completed a step yet.
+        counts: numbers that change whenever the step makes progress.
     """
 
     steps: int
     waits_for: str | None
     seconds: float = 0.0
     first: bool = False
-
-
-class Limits(NamedTuple):
-    """Settings of a watchdog.
-
-    Attributes:
-        on: whether to watch. If False, there is no socket and no thread.
-        warn_after: seconds without progress after which it logs a warning, and again whenever the time has doubled; 0:
-            never.
-        end_after: seconds without progress after which the process ends; 0: never; None: ``Watchdog.patience``.
-        elastic: whether the launcher replaces ended ranks, so that an ended rank is no reason to end.
-    """
-
-    on: bool = True
-    warn_after: float = 120
-    end_after: float | None = None
-    elastic: bool = False
+    counts: Sequence[float] = ()
 
 
 class Watchdog:
@@ -82,44 +70,34 @@ class Watchdog:
     Args:
         rank: this rank.
         world_size: number of ranks.
+        plan: has the settings ``watchdog``, ``warn_after`` and ``end_after``.
         progress: returns the progress of this rank, or None when the group of ranks no longer exists. The thread calls
             it.
-        pulse: returns a value that changes whenever the step makes progress. The thread calls it.
-        limits: the settings.
 
     Attributes:
+        on: whether to watch. If False, there is no socket and no thread.
         patience: timeout of the network's own waits in seconds; the default of ``end_after``.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        progress: Callable[[], Progress | None],
-        pulse: Callable[[], Any],
-        limits: Limits = Limits(),  # noqa: B008  (it is a value)
-    ):
+    def __init__(self, rank: int, world_size: int, plan: Plan, progress: Callable[[], Progress | None]):
         self.rank = rank
         self.world_size = world_size
-        self.on = limits.on and world_size > 1
-        self.warn_after = limits.warn_after
-        self.end_after = limits.end_after
-        self.elastic = limits.elastic
+        self.plan = plan
+        self.on = plan.watchdog and world_size > 1
         self.patience = float(DEFAULT_TIMEOUT)
         self.over = False  # the group of ranks was replaced; stop watching it
         self.seconds = 0.0  # since the step made progress
         self.asked_by: int | None = None  # a rank that asked this one to end
         self._progress = progress
-        self._pulse = pulse
-        self._last = object()
+        self._last: Sequence[float] | None = None  # the counts at the last check
         self._peers: list[Message] = []
         self._endpoint: Message = {}
         self._rendezvous: str | None = None  # description of the rendezvous that this rank waits in
         self._arrived: Callable[[], Sequence[int]] = tuple
+        self._liveness_interval = max(LIVENESS_INTERVAL, world_size / 10)
         self._warns_at = self._asks_at = 0.0  # seconds of waiting
         self._asked_once = False  # whether all ranks were asked once, to find out which can be reached
-        self._answered: set[int] = set()  # ranks that have answered at least once
-        self._refusals = dict[int, int]()  # {rank: refused connections in a row}
+        self._refusals = dict[int, int]()  # {rank that has answered or is on this host: refused connections in a row}
 
     # -- rendezvous -----------------------------------------------------------------------------------------
 
@@ -163,33 +141,29 @@ class Watchdog:
         Raises:
             LookupError: the group of ranks no longer exists.
         """
-        if self.over or (progress := self._now()) is None:
+        progress = None if self.over else self._progress()
+        if progress is None:
+            self.over = True
             raise LookupError("the group of ranks no longer exists")
-        return progress._replace(seconds=self.seconds)
-
-    def _now(self) -> Progress | None:
-        progress = self._progress()
-        return progress._replace(waits_for=self._rendezvous) if progress and self._rendezvous else progress
+        return progress._replace(waits_for=self._rendezvous or progress.waits_for, seconds=self.seconds)
 
     def check(self) -> None:
-        """Check the step once per tick: warn, or end the process, if it has waited too long."""
-        progress = self._now()
-        pulse = self._pulse()
-        self.over = self.over or progress is None
-        if self.over or progress is None:
-            return
-        if progress.waits_for is None or pulse != self._last:
+        """Check the step once per tick: warn, or end the process, if it has waited too long.
+
+        Raises:
+            LookupError: the group of ranks no longer exists.
+        """
+        progress = self.progress()
+        if progress.waits_for is None or progress.counts != self._last:
             self.seconds = 0.0
-            self._warns_at = self.warn_after
+            self._warns_at = self.plan.warn_after
             self._asks_at = self._liveness_interval
         else:
             self.seconds += TICK
-        self._last = pulse
-        ended = self._ended(progress)
-        limit = self.patience if self.end_after is None else self.end_after
-        if ended or self.asked_by is not None or 0 < limit <= self.seconds:
-            text = self.report(self.all_progress(ends=True))
-            print_error(f"{text}. This rank ends: {self._why(ended, limit)}")
+        self._last = progress.counts
+        limit = self.patience if self.plan.end_after is None else self.plan.end_after
+        if reason := self._reason_to_end(progress, limit):
+            print_error(f"{self.report(self.all_progress(ends=True))}. This rank ends: {reason}")
             threading.Event().wait(GRACE_PERIOD)
             os._exit(1)
         if 0 < self._warns_at <= self.seconds:
@@ -197,21 +171,26 @@ class Watchdog:
             until = f"until {limit:g} s (`end_after` in the plan), then it ends" if limit else "forever"
             LOGGER.warning("%s. This rank continues to wait %s", self.report(self.all_progress()), until)
 
-    @property
-    def _liveness_interval(self) -> float:
-        return max(LIVENESS_INTERVAL, self.world_size / 10)
+    def _reason_to_end(self, progress: Progress, limit: float) -> str:
+        """Return why this rank must end; empty if it need not."""
+        if self._has_lost_ranks(progress):
+            return "the step cannot complete without them"
+        if self.asked_by is not None:
+            return f"rank {self.asked_by} has asked all ranks to end"
+        return f"`end_after` in the plan is {limit:g} s; 0 waits forever" if 0 < limit <= self.seconds else ""
 
-    def _ended(self, progress: Progress) -> list[int]:
-        """Ask from time to time whether all ranks are alive. Return the ranks that have ended."""
-        if not self._peers or self.elastic or (self._asked_once and self.seconds < self._asks_at):
-            return []
+    def _has_lost_ranks(self, progress: Progress) -> bool:
+        """Ask from time to time whether all ranks are alive. Return whether some have ended."""
+        # An elastic launcher replaces ended ranks, so there an ended rank is no reason to end
+        if not self._peers or is_elastic() or (self._asked_once and self.seconds < self._asks_at):
+            return False
         self._asked_once = True
         began = time.monotonic()
         self.all_progress()
         self.seconds += min(time.monotonic() - began, MESSAGE_TIMEOUT) if progress.waits_for else 0.0
         self._asks_at = self.seconds + self._liveness_interval
         most = MAX_REFUSALS * (FIRST_STEP_FACTOR if progress.first else 1)
-        return [rank for rank, refusals in sorted(self._refusals.items()) if refusals >= most]
+        return any(refusals >= most for refusals in self._refusals.values())
 
     def all_progress(self, ends: bool = False) -> list[Progress | None]:
         """Ask all ranks for their progress, in parallel.
@@ -222,30 +201,27 @@ class Watchdog:
         Returns:
             The progress of each rank; None for a rank that does not answer.
         """
-        found: list[Progress | None] = [None] * self.world_size
-        found[self.rank] = self.progress()
+        with ThreadPool(self.world_size) as pool:  # unlike those of an executor, its threads do not delay the exit
+            return pool.map(lambda rank: self._ask(rank, ends), range(self.world_size))
 
-        def find(rank: int) -> None:
-            endpoint = self._peers[rank]
-            question = {"number": endpoint.get("number"), "rank": self.rank, "ends": ends}
-            try:
-                found[rank] = Progress(*query(endpoint, question))
-            except Unreachable as error:
-                if rank in self._answered or endpoint["host"] == LOCALHOST:
-                    self._refusals[rank] = self._refusals.get(rank, 0) + 1 if error.refused else 0
-            except (TypeError, LookupError):  # an endpoint of a rank without a watchdog, or a malformed answer
-                pass
-            else:
-                self._answered.add(rank)
-                self._refusals.pop(rank, None)
-
-        ranks = [rank for rank in range(len(self._peers)) if rank != self.rank]
-        threads = [threading.Thread(target=find, args=(rank,), daemon=True) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return list(found)
+    def _ask(self, rank: int, ends: bool) -> Progress | None:
+        if rank == self.rank:
+            return self.progress()
+        if not self._peers:
+            return None
+        endpoint = self._peers[rank]
+        try:
+            answer = query(endpoint, {"number": endpoint.get("number"), "rank": self.rank, "ends": ends})
+            progress = Progress(*answer)
+        except ConnectionError as error:
+            if rank in self._refusals or endpoint["host"] == LOCALHOST:
+                refused = isinstance(error, ConnectionRefusedError)
+                self._refusals[rank] = self._refusals.get(rank, 0) + 1 if refused else 0
+            return None
+        except (TypeError, LookupError):  # an endpoint of a rank without a watchdog, or a malformed answer
+            return None
+        self._refusals[rank] = 0
+        return progress
 
     def report(self, everyone: Sequence[Progress | None]) -> str:
         """Describe what this rank waits for and which ranks are missing."""
@@ -256,13 +232,6 @@ class Watchdog:
         else:
             text = f"rank {self.rank} has waited {mine.seconds:.0f} s in step {mine.steps} for {mine.waits_for}"
         return f"{text}; {self._describe_missing(everyone) if self._peers else self._describe_rendezvous()}"
-
-    def _why(self, ended: Sequence[int], limit: float) -> str:
-        if ended:
-            return "the step cannot complete without them"
-        if self.asked_by is not None:
-            return f"rank {self.asked_by} has asked all ranks to end"
-        return f"`end_after` in the plan is {limit:g} s; 0 waits forever"
 
     def _describe_missing(self, everyone: Sequence[Progress | None]) -> str:
         """Describe which ranks are missing, after the rendezvous."""
@@ -319,6 +288,12 @@ class _Service:
         self._numbers = itertools.count()
         self.wake = threading.Event()  # set to check before the next tick
         self.server = AnswerServer(self.answer)
+        # Close the socket at exit: Python's threads end before MPI_Finalize waits for the other ranks, whose questions
+        # would otherwise be neither answered nor refused
+        atexit.register(self.server.close)
+        # A forked child has the socket, but not the threads
+        os.register_at_fork(after_in_child=self.server.socket.close)
+        os.register_at_fork(after_in_child=_get_service.cache_clear)
         threading.Thread(target=self._run, name="hvdcompress-watchdog", daemon=True).start()
 
     def watch(self, watchdog: Watchdog) -> Message:
@@ -348,30 +323,14 @@ class _Service:
             self.wake.wait(TICK)
             self.wake.clear()
             for watchdog in list(self.watched.values()):
-                with contextlib.suppress(RuntimeError, LookupError):  # the step's containers change during the check
+                # The group of ranks no longer exists, or the step's containers change during the check
+                with contextlib.suppress(RuntimeError, LookupError):
                     watchdog.check()
             if launched and self.watched and os.getppid() != self.parent:
                 print_error(f"the launcher (process {self.parent}) is gone; this rank ends")
                 os._exit(1)
 
 
-_services: list[_Service] = []
-_making = threading.Lock()
-
-
+@functools.cache
 def _get_service() -> _Service:
-    with _making:
-        if not _services:
-            _services.append(_Service())
-            # Close the socket at exit: Python's threads end before MPI_Finalize waits for the other ranks, whose
-            # questions would otherwise be neither answered nor refused
-            atexit.register(_services[-1].server.close)
-            os.register_at_fork(after_in_child=_close_in_child)
-        return _services[-1]
-
-
-def _close_in_child() -> None:
-    """Reset the module in a forked child, which has the socket but not the threads."""
-    for service in _services:
-        service.server.close_in_child()
-    _services.clear()
+    return _Service()

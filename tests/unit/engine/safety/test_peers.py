@@ -44,7 +44,7 @@ def received(line: socket.socket) -> bytes:
 
 def test_a_peer_without_the_secret_gets_no_answer(server: peers.AnswerServer) -> None:
     assert peers.query(server.endpoint, {"x": "secret"}) == {"x": "secret"}
-    with pytest.raises(peers.Unreachable):
+    with pytest.raises(ConnectionError):
         peers.query({**server.endpoint, "secret": "guessed"}, {"x": "secret"})
     for text in (b"\n", b'{"x": "secret"}\n', b"\xff" * 99999):
         with connect(server) as line:
@@ -67,26 +67,24 @@ def test_a_stopped_process_does_not_answer_and_does_not_refuse(monkeypatch: pyte
     monkeypatch.setattr(peers, "MESSAGE_TIMEOUT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         endpoint = {"host": "127.0.0.1", "port": stopped.getsockname()[1], "secret": "s"}
-        with pytest.raises(peers.Unreachable) as error:
+        with pytest.raises(ConnectionError, match="no answer"):
             peers.query(endpoint, {})
-    assert not error.value.refused
 
 
 def test_a_closed_server_refuses_although_a_forked_child_still_runs(server: peers.AnswerServer) -> None:
     closed_in_child, closed = os.pipe()
     if (child := os.fork()) == 0:
-        server.close_in_child()
+        server.socket.close()
         os.write(closed, b"x")
         time.sleep(20)
     os.read(closed_in_child, 1)
     server.close()
     try:
-        with pytest.raises(peers.Unreachable) as error:
+        with pytest.raises(ConnectionRefusedError):
             peers.query(server.endpoint, {})
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert error.value.refused
 
 
 def test_messages_are_not_unpickled(server: peers.AnswerServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from hvdcompress.engine.safety.watchdog import (
     LIVENESS_INTERVAL,
     MAX_REFUSALS,
     TICK,
-    Limits,
     Progress,
     Watchdog,
 )
+from hvdcompress.plan import plan_of
 
+PLAN = plan_of("none")
 WAITING = Progress(7, "tensor 'w'")
 OUTSIDE = Progress(7, None)
 TICKS_PER_QUESTION = round(LIVENESS_INTERVAL / TICK)  #: ticks between two checks whether all ranks are alive
@@ -44,19 +46,19 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(watchdog, "print_error", lines.append)
     monkeypatch.setattr(watchdog.os, "_exit", end)
     monkeypatch.setattr(watchdog, "GRACE_PERIOD", 0.0)
+    service = watchdog._get_service()
     yield lines
-    for service in watchdog._services:
-        service.watched.clear()
+    service.watched.clear()
 
 
-def make(progress: Progress | None, rank: int = 0, world_size: int = 2, **limits: Any) -> Watchdog:
+def make(progress: Progress | None, rank: int = 0, world_size: int = 2, **settings: Any) -> Watchdog:
     """Return the watchdog of a rank whose progress never changes."""
-    return Watchdog(rank, world_size, lambda: progress, lambda: 0, Limits(**limits))
+    return Watchdog(rank, world_size, replace(PLAN, **settings), lambda: progress)
 
 
-def make_ranks(*progresses: Progress | None, **limits: Any) -> list[Watchdog]:
+def make_ranks(*progresses: Progress | None, **settings: Any) -> list[Watchdog]:
     """Return the watchdogs of ranks that know each other. A rank whose progress is None never answers."""
-    ranks = [make(each or OUTSIDE, rank, len(progresses), **limits) for rank, each in enumerate(progresses)]
+    ranks = [make(each or OUTSIDE, rank, len(progresses), **settings) for rank, each in enumerate(progresses)]
     endpoints = [json.loads(rank.endpoint()) for rank in ranks]
     for endpoint, progress in zip(endpoints, progresses, strict=True):
         endpoint["number"] = endpoint["number"] if progress else -1
@@ -114,10 +116,10 @@ def test_a_rank_that_is_asked_to_end_reports_and_ends(errors: list[str]) -> None
 def test_it_stays_silent_while_steps_make_progress_or_none_is_open(
     errors: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = Limits(warn_after=TICK, end_after=2 * TICK)
-    pulse = iter(range(100))
-    moving = Watchdog(0, 2, lambda: WAITING, lambda: next(pulse), limits)
-    resting = make(OUTSIDE, **limits._asdict())
+    plan = replace(PLAN, warn_after=TICK, end_after=2 * TICK)
+    counts = iter(range(100))
+    moving = Watchdog(0, 2, plan, lambda: WAITING._replace(counts=(next(counts),)))
+    resting = Watchdog(0, 2, plan, lambda: OUTSIDE)
     for _ in range(10):
         check(moving)
         check(resting)
@@ -187,8 +189,11 @@ def test_a_rank_that_never_answered_has_ended_only_on_this_host(host: str, ends:
         (WAITING, True),  # an elastic launcher replaces the rank that has ended
     ],
 )
-def test_an_ended_rank_may_be_no_reason_to_end(progress: Progress, elastic: bool) -> None:
-    first, _other = make_ranks(progress, OUTSIDE, elastic=elastic)
+def test_an_ended_rank_may_be_no_reason_to_end(
+    progress: Progress, elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC", str(int(elastic)))
+    first, _other = make_ranks(progress, OUTSIDE)
     check(first)
     end_process(first, 1, "127.0.0.2")
     for _ in range(MAX_REFUSALS * FIRST_STEP_FACTOR * TICKS_PER_QUESTION - 1):
@@ -201,12 +206,12 @@ def test_an_ended_rank_may_be_no_reason_to_end(progress: Progress, elastic: bool
 def test_it_stops_watching_when_the_group_of_ranks_is_replaced(errors: list[str]) -> None:
     """In Horovod's elastic mode, an open step stays open in a Compressor that nobody uses any more."""
     places = iter([WAITING, None, *[WAITING] * 9])
-    over = Watchdog(0, 2, lambda: next(places), lambda: 0, Limits(end_after=2 * TICK))
-    for _ in range(10):
-        check(over)
+    over = Watchdog(0, 2, replace(PLAN, end_after=2 * TICK), lambda: next(places))
+    check(over)
+    for _ in range(9):
+        with pytest.raises(LookupError):
+            check(over)
     assert not errors
-    with pytest.raises(LookupError):
-        over.progress()
 
 
 @pytest.mark.parametrize("world_size,on", [(1, True), (2, False)])
@@ -214,7 +219,7 @@ def test_one_rank_or_a_disabled_watchdog_opens_no_socket(
     world_size: int, on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "_get_service", lambda: pytest.fail("it opens a socket"))
-    rank = make(OUTSIDE, world_size=world_size, on=on)
+    rank = make(OUTSIDE, world_size=world_size, watchdog=on)
     with rank.rendezvous("every rank"):
         assert not rank.on and json.loads(rank.endpoint()) == {}
 
@@ -222,6 +227,6 @@ def test_one_rank_or_a_disabled_watchdog_opens_no_socket(
 @pytest.mark.parametrize("question", [[], 3, {}, {"number": -1}, {"number": [], "rank": 0, "ends": True}])
 def test_malformed_questions_get_no_answer(question: Any) -> None:
     (rank, _other) = make_ranks(WAITING, WAITING)
-    with pytest.raises(peers.Unreachable):
+    with pytest.raises(ConnectionError):
         peers.query(rank._peers[0], question)
     assert rank.asked_by is None
