@@ -32,7 +32,7 @@ from hvdcompress.engine.telemetry.figures import Figures, figures
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.engine.telemetry.summary import summary
+from hvdcompress.engine.telemetry.reports import summary
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops.spec import Ops

@@ -23,13 +23,11 @@ from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Agree, Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.telemetry.describe import describe, first_step
-from hvdcompress.engine.telemetry.explanation import explanation
 from hvdcompress.engine.telemetry.figures import Figures, figures
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.engine.telemetry.summary import summary
+from hvdcompress.engine.telemetry.reports import describe, explanation, first_step, summary
 from hvdcompress.method import TensorSpec
 from hvdcompress.parts.momentum import Moment, heavy_ball
 from hvdcompress.plan import Bucket, Plan
@@ -410,7 +408,7 @@ class Compressor(ABC):
     def summary(self, link_gbits: float | None = None) -> str:
         """Return a table of this rank's work so far and an analysis of the step time, at most 80 columns wide.
 
-        The table has one line per program of methods; see :func:`hvdcompress.engine.telemetry.summary.summary`. If the
+        The table has one line per program of methods; see :func:`hvdcompress.engine.telemetry.reports.summary`. If the
         driver sees steps (not TensorFlow and FSDP2), the analysis gives the means of recent steps: computing, codec
         time, waiting, bytes, and the duration of uncompressed steps if some were measured. All times are measured on
         the host.

@@ -59,7 +59,6 @@ from hvdcompress.engine.commit import PassedThrough, commit_step
 from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.levels import Level, Levels, NodeExchange
 from hvdcompress.engine.safety import verify
-from hvdcompress.engine.safety.alarm import common_error
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.method import AllReduce, Array
@@ -444,7 +443,7 @@ class Step:
             self.finish()
         except Exception as caught:
             self.abandon()
-            raised = common_error(self.collectives.transport, caught, mine)
+            raised = self.collectives.transport.fail(caught, mine)  # type: ignore[attr-defined]
             raise raised from raised.__cause__
 
     @IGNORE_FLOAT_WARNINGS

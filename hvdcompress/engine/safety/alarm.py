@@ -73,28 +73,36 @@ class AlarmTransport(ABC):
         for transport in (self, *self.parts):
             transport.calls.clear()
 
-    def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks after one of them has failed.
+    def fail(self, caught: Exception, mine: Exception | None = None) -> Exception:
+        """End the step on all ranks after an error, and return the exception that this rank must raise.
 
         Every rank tells all others its error and the collectives that it has started. Then each rank joins, with
         zeros, the collectives that only others have started, so that none of them waits forever.
 
         Args:
-            error: the error of this rank; None on ranks that caught an :class:`Alarm`.
+            caught: the exception that ended the step on this rank.
+            mine: an error in the input of this rank, which the status has reported to the other ranks.
 
         Returns:
-            The exception that this rank should raise: PeerError with the errors of all ranks, the same everywhere; or
-            another one if the ranks cannot reach each other.
+            The error of this rank, if its status or its alarm has one; or PeerError with the errors of all ranks, the
+            same everywhere; or another exception if the ranks cannot reach each other.
         """
+        # A PeerError is raised on all ranks, so no alarm is needed
+        if isinstance(caught, PeerError):
+            return mine or caught
         transports = [self, *self.parts]
         try:
-            everyone = self.alarms.exchange(error, [transport.calls for transport in transports])
+            calls = [transport.calls for transport in transports]
+            everyone = self.alarms.exchange(None if isinstance(caught, Alarm) else caught, calls)
             for number, transport in enumerate(transports):
                 started = [everyone[rank][1][number] for rank in transport.ranks]
                 transport.join(missing_calls(started, transport.rank))
+            common: Exception = peer_error([text for text, _ in everyone])
         except RuntimeError as lost:
-            return lost
-        return peer_error([text for text, _ in everyone])
+            common = lost
+        if isinstance(caught, ExchangeError):
+            common.__cause__ = caught
+        return common if isinstance(caught, Alarm | ExchangeError) else caught
 
     @abstractmethod
     def join(self, calls: Sequence[Call]) -> None:
@@ -129,23 +137,3 @@ def missing_calls(everyone: Sequence[Sequence[Call]], rank: int) -> list[Call]:
             call = call._replace(size=sum(send_lengths), send_lengths=send_lengths, recv_lengths=recv_lengths)
         calls.append(call)
     return calls
-
-
-def common_error(transport: Any, caught: Exception, mine: Exception | None = None) -> Exception:
-    """End the step on all ranks after an error, and return the exception that this rank must raise.
-
-    Args:
-        transport: an :class:`AlarmTransport`.
-        caught: the exception that ended the step on this rank.
-        mine: an error in the input of this rank, which the status has reported to the other ranks.
-    """
-    if isinstance(caught, Alarm):
-        return transport.fail(None)
-    # A PeerError is raised on all ranks, so no alarm is needed
-    if isinstance(caught, PeerError):
-        return mine or caught
-    common = transport.fail(caught)
-    if isinstance(caught, ExchangeError):
-        common.__cause__ = caught
-        return common
-    return caught

@@ -239,7 +239,9 @@ class Watchdog:
         absent = []
         waiting = []
         for rank, progress in enumerate(everyone):
-            who = f"rank {rank}{self._place(rank)}"
+            endpoint = self._peers[rank]
+            on_this_host = endpoint.get("host", LOCALHOST) == LOCALHOST
+            who = f"rank {rank}" if on_this_host else f"rank {rank} on {endpoint['name']} ({endpoint['host']})"
             if progress is None and self._refusals.get(rank):
                 absent.append(f"{who} has ended")
             elif progress is None:
@@ -252,11 +254,6 @@ class Watchdog:
                 waiting.append(f"rank {rank} waits for {progress.waits_for}")
         missing = f"missing: {'; '.join(absent)}" if absent else "no rank is missing"
         return f"{missing} ({'; '.join(waiting)})" if waiting else missing
-
-    def _place(self, rank: int) -> str:
-        """Return the host of a rank in words; nothing if all ranks are on this host."""
-        endpoint = self._peers[rank]
-        return "" if endpoint.get("host", LOCALHOST) == LOCALHOST else f" on {endpoint['name']} ({endpoint['host']})"
 
     def _describe_rendezvous(self) -> str:
         """Describe which ranks are missing in the rendezvous."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class Figures:
         now: the method of the next step, as text.
         tensors: number of tensors.
         elements: number of elements.
-        totals: bytes, collectives and codec time; None before the first exchange.
+        totals: bytes, collectives and codec time.
         residual: l2-norm of the residuals of all these tensors: what error feedback still has to send. None if the
             method keeps no residual.
     """
@@ -40,19 +40,14 @@ class Figures:
     now: str
     tensors: int = 0
     elements: int = 0
-    totals: Entry | None = None
+    totals: Entry = field(default_factory=Entry)
     residual: float | None = None
-
-    @property
-    def account(self) -> Entry:
-        """The totals, or zeros before the first exchange."""
-        return self.totals or Entry()
 
     @property
     def ratio(self) -> float:
         """Compression ratio: bytes of the gradients / bytes sent; NaN if either is 0."""
-        entry = self.account
-        return entry.dense / entry.sent if entry.dense and entry.sent else math.nan
+        totals = self.totals
+        return totals.dense / totals.sent if totals.dense and totals.sent else math.nan
 
 
 def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: Host = np.asarray) -> list[Figures]:
@@ -79,12 +74,20 @@ def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: H
             squares[program] = squares.get(program, 0.0) + _sum_of_squares(host(residual))
     other = Figures(OTHER, OTHER)
     for name, entry in ledger.tensors(local.rank).items():
-        group = found.get(program_of.get(name, ""), other)
-        group.totals = entry if group.totals is None else group.totals + entry
+        found.get(program_of.get(name, ""), other).totals += entry
     for program, square in squares.items():
         found[program].residual = math.sqrt(square)
     groups = sorted(found.values(), key=lambda group: -group.elements)
-    return [*groups, *([other] if other.totals else [])]
+    return [*groups, *([other] if other.totals != Entry() else [])]
+
+
+def total(groups: Sequence[Figures]) -> Figures:
+    """Return the figures of all groups together."""
+    totals = sum((each.totals for each in groups), Entry())
+    whole = Figures("", "total", sum(each.tensors for each in groups), sum(each.elements for each in groups), totals)
+    kept = [each.residual for each in groups if each.residual is not None]
+    whole.residual = math.hypot(*kept) if kept else None
+    return whole
 
 
 def _sum_of_squares(array: np.ndarray[Any, Any]) -> float:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from hvdcompress.engine.telemetry.figures import Figures
+from hvdcompress.engine.telemetry.figures import Figures, total
 from hvdcompress.engine.telemetry.ledger import Ledger
 
 PREFIX = "hvdcompress"
@@ -31,21 +31,21 @@ def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, f
     Unknown values are omitted, such as the compression ratio before the first step.
     """
     seconds = ledger.seconds(rank)
-    kept = [each.residual for each in groups if each.residual is not None]
+    residual = total(groups).residual
     found = {
         "ratio": ledger.compression_ratio(rank),
         "sent_bytes": float(ledger.bytes_sent(rank)),
         "wire_bytes": float(ledger.bytes_on_wire(rank)),
         "codec_seconds": seconds["codec"],
         "wait_seconds": seconds["wait"],
-        "residual_norm": math.hypot(*kept) if kept else math.nan,
+        "residual_norm": math.nan if residual is None else residual,
     }
     if inside := ledger.bytes_inside_node(rank):
         found["inside_node_bytes"] = float(inside)
     for each in groups:
         found[f"{each.program}/ratio"] = each.ratio
         found[f"{each.program}/residual_norm"] = math.nan if each.residual is None else each.residual
-        found[f"{each.program}/codec_seconds"] = each.account.seconds
+        found[f"{each.program}/codec_seconds"] = each.totals.seconds
     return {f"{PREFIX}/{tag}": value for tag, value in found.items() if not math.isnan(value)}
 
 
@@ -67,7 +67,7 @@ def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Ma
     # Label order is fixed: "rank" last, then what distinguishes the samples of a family
     base = {**labels, "rank": str(rank)}
     by_program = [({**base, "program": each.program}, each) for each in groups]
-    entries = [(own, each.account) for own, each in by_program]
+    entries = [(own, each.totals) for own, each in by_program]
     seconds = ledger.seconds(rank)
     lines = [
         *_family("steps", "counter", "Steps that all ranks have kept.", [(base, ledger.steps)]),

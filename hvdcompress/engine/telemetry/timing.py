@@ -7,6 +7,7 @@ come from the ledger.
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from typing import NamedTuple
 
 from hvdcompress.engine.telemetry.ledger import Ledger
@@ -61,11 +62,9 @@ class StepTimes:
     def __init__(self, ledger: Ledger, rank: int):
         self._ledger = ledger
         self._rank = rank
-        self._recent: deque[StepTime] = deque(maxlen=RECENT)
         self._before = self._totals()
-        # The last step: whether it counts, when it began, and its times. ``whole`` is unknown until the next step
-        # begins.
-        self._last: tuple[bool, float, StepTime] | None = None
+        # When each step began, whether it counts, and its times. ``whole`` is unknown until the next step begins
+        self._recent: deque[tuple[float, bool, StepTime]] = deque(maxlen=RECENT + 1)
 
     def note(self, began: float, blocked: float, waited: float = 0.0, counts: bool = True) -> None:
         """Record a step at its end.
@@ -76,16 +75,12 @@ class StepTimes:
             waited: seconds of waiting that the ledger does not count.
             counts: whether it is an ordinary, compressed step.
         """
-        if self._last is not None:
-            did_count, before, time = self._last
-            if did_count:
-                self._recent.append(time._replace(whole=began - before))
         totals = self._totals()
         codec, waiting, on_wire, dense = (now - then for now, then in zip(totals, self._before, strict=True))
         self._before = totals
         was_reset = dense < 0
         time = StepTime(0.0, blocked, codec, waiting + waited, on_wire, dense)
-        self._last = (counts and not was_reset, began, time)
+        self._recent.append((began, counts and not was_reset, time))
 
     def mean(self) -> StepTime | None:
         """Return the mean of the middle half of the recent steps, sorted by duration; None if there are too few.
@@ -93,7 +88,11 @@ class StepTimes:
         Like a median, this ignores steps with an evaluation or with compiling kernels. Unlike medians of the parts, all
         parts of the mean belong to the same steps.
         """
-        steps = sorted(self._recent)
+        steps = sorted(
+            time._replace(whole=following - began)
+            for (began, counts, time), (following, *_) in pairwise(self._recent)
+            if counts
+        )
         if len(steps) < FEWEST:
             return None
         quarter = len(steps) // 4
@@ -102,7 +101,6 @@ class StepTimes:
 
     def _totals(self) -> tuple[float, ...]:
         ledger = self._ledger
-        rank = self._rank
-        seconds = ledger.seconds(rank)
-        dense = 2 * (ledger.world_size - 1) / ledger.world_size * ledger.dense_bytes(rank)
-        return seconds["codec"], seconds["wait"], ledger.bytes_on_wire(rank), dense
+        seconds = ledger.seconds(self._rank)
+        dense = 2 * (ledger.world_size - 1) / ledger.world_size * ledger.dense_bytes(self._rank)
+        return seconds["codec"], seconds["wait"], ledger.bytes_on_wire(self._rank), dense

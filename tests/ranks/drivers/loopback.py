@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.saving import checkpoint
-from hvdcompress.engine.telemetry.describe import describe
+from hvdcompress.engine.telemetry.reports import describe
 from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.plan import plan_of
 from hvdcompress.testing import Trial

@@ -8,9 +8,9 @@ import pytest
 
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.safety.alarm import Alarm, Call, common_error, missing_calls
+from hvdcompress.engine.safety.alarm import Alarm, AlarmTransport, Call, missing_calls
 
-COMMON = PeerError("the same on every rank")
+COMMON = None  #: the error that all ranks raise
 KNOWN, MINE, OTHER = PeerError("known to all ranks"), ExchangeError("mine"), MemoryError("mine")
 WRONG_INPUT = ValueError("a wrong input")
 
@@ -26,12 +26,18 @@ WRONG_INPUT = ValueError("a wrong input")
     ],
 )
 def test_an_error_is_reported_to_all_ranks_once(
-    caught: Exception, own: Exception | None, reported: list[Exception | None], raised: Exception
+    caught: Exception, own: Exception | None, reported: list[Exception | None], raised: Exception | None
 ) -> None:
-    transport = Mock(fail=Mock(return_value=COMMON))
-    assert common_error(transport, caught, own) is raised
-    assert [call.args[0] for call in transport.fail.call_args_list] == reported
-    assert raised.__cause__ in (None, MINE)
+    exchange = Mock(return_value=[("", [[]]), ("broken", [[]])])
+    transport = Mock(alarms=Mock(exchange=exchange), parts=[], calls=[], ranks=[0, 1], rank=0)
+    found = AlarmTransport.fail(transport, caught, own)
+    if raised is COMMON:
+        assert isinstance(found, PeerError) and "rank 1: broken" in str(found)
+    else:
+        assert found is raised
+    assert [call.args[0] for call in exchange.call_args_list] == reported
+    assert transport.join.call_count == len(reported)
+    assert found.__cause__ in (None, MINE)
 
 
 def test_a_failed_rank_completes_the_collectives_of_the_others() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdcompress.engine.telemetry.describe import first_step
+from hvdcompress.engine.telemetry.reports import first_step
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import BY_NAME, plan_of
 

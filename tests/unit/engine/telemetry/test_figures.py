@@ -25,7 +25,7 @@ def test_figures_are_those_of_the_ledger_and_the_residuals() -> None:
         norm = None if now == "none" else pytest.approx(np.linalg.norm(net.residual(name, 1).astype(float)), rel=1e-12)
         assert each.residual == norm
     assert not by_method
-    assert sum(each.account.seconds for each in net.figures(1)) == pytest.approx(net.ledger.seconds(1)["codec"])
+    assert sum(each.totals.seconds for each in net.figures(1)) == pytest.approx(net.ledger.seconds(1)["codec"])
 
 
 def test_norms_of_residuals_do_not_overflow_float32() -> None:
@@ -46,5 +46,5 @@ def test_traffic_that_belongs_to_no_tensor_has_its_own_line() -> None:
     net = trained(shapes=SHAPES)
     net.ledger.sent(0, "status", Sent("AllReduce", None, 56))
     *_, last = net.figures()
-    assert (last.program, last.tensors, last.account.sent) == ("agreement", 0, 56)
-    assert sum(each.account.sent for each in net.figures()) == net.ledger.bytes_sent(0)
+    assert (last.program, last.tensors, last.totals.sent) == ("agreement", 0, 56)
+    assert sum(each.totals.sent for each in net.figures()) == net.ledger.bytes_sent(0)

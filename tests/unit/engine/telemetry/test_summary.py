@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdcompress.engine.telemetry.summary import with_prefix
+from hvdcompress.engine.telemetry.reports import with_prefix
 from hvdcompress.loopback import Loopback
 from tests.unit.engine.helpers import trained
 
