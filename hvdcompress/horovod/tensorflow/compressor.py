@@ -27,7 +27,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 import horovod.tensorflow as hvd
@@ -43,7 +43,7 @@ from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.process_sets import has_changed, number_compressor
 from hvdcompress.horovod.tensorflow.naming import Names
-from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, with_denormals
+from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, graph_dtype, with_denormals
 from hvdcompress.launchers import is_elastic
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.parts.momentum import Moment
@@ -51,34 +51,6 @@ from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.settings import Settings
 
 GRAPH_PER_TENSOR = "in TensorFlow each gradient has a graph of its own, in which the other gradients are not available"
-
-
-def _count(counter: tf.Tensor, ended: tf.Tensor) -> None:
-    """Increment an exchange's counter after ``ended``, so that a later read of the counter waits for the exchange."""
-    with tf.control_dependencies([ended]):
-        tf.raw_ops.AssignAddVariableOp(resource=counter, value=tf.constant(1, tf.int64))
-
-
-@dataclass(frozen=True)
-class GradientContext:
-    """The ``ctx`` that Horovod passes from ``compress`` to ``decompress``: one gradient and the end of its exchange.
-
-    Attributes:
-        gradient: the gradient.
-        bucket: its bucket.
-        traced: the tensors that were traced in the same outermost graph.
-        passing: buckets that the stock all-reduce reduces; not empty only for the first exchange of a graph, which
-            tells the engine about them.
-        done: the tensor that the last segment waits for.
-        received: whether ``done`` is the result of a collective, which the last segment has to receive.
-    """
-
-    gradient: tf.Tensor
-    bucket: Bucket
-    traced: Traced
-    passing: Sequence[Bucket]
-    done: tf.Tensor
-    received: bool
 
 
 class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.experimental.PythonState):
@@ -144,15 +116,15 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     # -- Horovod's interface -------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # AutoGraph would be slow, for no benefit
-    def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, GradientContext | tf.Tensor]:
+    def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         """Build the exchange of a gradient in the graph. Horovod calls this method while it traces.
 
         Args:
             tensor: the gradient, of static shape.
 
         Returns:
-            The tensor that Horovod all-reduces, and the context for :meth:`decompress`. If the method changes nothing,
-            they are the gradient itself and its counter.
+            The tensor that Horovod all-reduces, and the context for :meth:`decompress`: a function that builds the end
+            of the exchange. If the method changes nothing, the tensor is the gradient itself.
 
         Raises:
             PeerError: the ranks have different plans.
@@ -165,11 +137,17 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         self._compare_plans_once()
         if traced.exchanged and self._passes(bucket):
             traced.passing.append(bucket)
-            return tensor, self._counter(bucket.spec.name, traced)
+
+            def pass_on(output: tf.Tensor) -> tf.Tensor:
+                # This orders iterations of a loop: Horovod refuses a second all-reduce of a name that is in flight
+                self._count(bucket, traced, output)
+                return output
+
+            return tensor, pass_on
         passing = () if traced.exchanged else traced.passing
         traced.exchanged.append(bucket.spec.name)
         flat = tf.reshape(tensor, [-1])
-        dtype = _graph_dtype(bucket)
+        dtype = tf.as_dtype(graph_dtype(bucket))
         flat = flat if flat.dtype == dtype else tf.cast(flat, dtype)
         ended = tf.raw_ops.ReadVariableOp(resource=self._counter(bucket.spec.name, traced), dtype=tf.int64)
         segments = self._segments
@@ -187,10 +165,26 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             done = self._chain(bucket, payload, chains[0])
         else:
             done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
-        return probe, GradientContext(tensor, bucket, traced, passing, done, received=bool(first))
+
+        # It must not refer to tensors: a Python function in the graph would keep them alive
+        def finish(probe: Array, result: Array) -> Array:
+            if first:
+                segments.receive(bucket, result)
+            reduced = segments.finish(bucket, probe, traced, passing)
+            self.rank_state.warn_about_unused()
+            if self.ledger.steps == 2:
+                self._warn_if_not_adapted()
+            return reduced
+
+        def end(output: tf.Tensor) -> tf.Tensor:
+            out = _segment(finish, [output, done], dtype)
+            self._count(bucket, traced, out)
+            return tf.cast(tf.reshape(out, tensor.shape), tensor.dtype)
+
+        return probe, end
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def decompress(self, output: tf.Tensor, ctx: GradientContext | tf.Tensor) -> tf.Tensor:
+    def decompress(self, output: tf.Tensor, ctx: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         """Build the end of a gradient's exchange in the graph.
 
         Args:
@@ -200,29 +194,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         Returns:
             The reduced gradient.
         """
-        if not isinstance(ctx, GradientContext):
-            # The counter orders iterations of a loop: Horovod refuses a second all-reduce of a name that is in flight
-            _count(ctx, output)
-            return output
-        bucket = ctx.bucket
-        gradient = ctx.gradient
-        # finish() must not refer to ctx: a Python function in the graph would keep its symbolic tensors alive
-        traced = ctx.traced
-        passing = ctx.passing
-        received = ctx.received
-
-        def finish(probe: Array, done: Array) -> Array:
-            if received:
-                self._segments.receive(bucket, done)
-            reduced = self._segments.finish(bucket, probe, traced, passing)
-            self.rank_state.warn_about_unused()
-            if self.ledger.steps == 2:
-                self._warn_if_not_adapted()
-            return reduced
-
-        out = _segment(finish, [output, ctx.done], _graph_dtype(bucket))
-        _count(self._counter(bucket.spec.name, traced), out)
-        return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
+        return ctx(output)
 
     # -- the graph -------------------------------------------------------------------------------------
 
@@ -263,16 +235,10 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         """Build a chain of collectives with a segment between each two; return the result of the last collective."""
         result = self._collective(bucket, payload, 0, rounds[0])
         for number, planned in enumerate(rounds[1:], 1):
-            payload = _segment(self._between(bucket, number, planned), [result], _dtypes(planned))
+            between = partial(self._segments.between, bucket, number, planned)
+            payload = _segment(between, [result], _dtypes(planned))
             result = self._collective(bucket, payload, number, planned)
         return result
-
-    def _between(self, bucket: Bucket, number: int, planned: Round) -> Callable[[Array], list[Array]]:
-        def between(result: Array) -> list[Array]:
-            self._segments.receive(bucket, result)
-            return self._segments.send(bucket, number, planned)
-
-        return between
 
     def _collective(self, bucket: Bucket, payload: list[tf.Tensor], number: int, planned: Round) -> tf.Tensor:
         # Horovod keeps only the part of a name after the last slash, and TensorFlow allows few other characters
@@ -339,6 +305,12 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
                 traced.handles[name] = handle().name
         return graph.get_tensor_by_name(traced.handles[name])
 
+    def _count(self, bucket: Bucket, traced: Traced, ended: tf.Tensor) -> None:
+        """Increment a tensor's counter after ``ended``, so that a later read of it waits for the exchange."""
+        with tf.control_dependencies([ended]):
+            counter = self._counter(bucket.spec.name, traced)
+            tf.raw_ops.AssignAddVariableOp(resource=counter, value=tf.constant(1, tf.int64))
+
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
         """Context manager that names the gradient of an ``hvd.allreduce``.
@@ -380,7 +352,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
                 continue
             gradient = tf.convert_to_tensor(gradients[name])
             flat = tf.cast(tf.reshape(gradient, [-1]), tf.float32)
-            shifts = _segment(self._shifts_of(name, moment.at_once), [flat, *numbers], [tf.float32, tf.float32])
+            shifts = _segment(partial(self._shifts, name, moment.at_once), [flat, *numbers], [tf.float32, tf.float32])
             before, after = (tf.cast(tf.reshape(each, gradient.shape), buffer.dtype) for each in shifts)
             buffer.assign_add(before)
             ends.append((buffer, after))
@@ -388,23 +360,19 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         for buffer, after in ends:
             buffer.assign_sub(after)
 
-    def _shifts_of(self, name: str, at_once: bool) -> Callable[..., list[Array]]:
-        """Return a function from a gradient to what is added to its buffer before a step and subtracted after it."""
-
-        def shifts(gradient: Array, *numbers: Array) -> list[Array]:
-            decay, rate, direct, buffered, weight = map(float, numbers)
-            moment = Moment(decay, rate, direct, buffered, weight, at_once)
-            dense = [np.zeros(len(gradient), np.float32) for _ in range(2)]
-            late = self.rank_state.late.pop(name, None)
-            if late and moment.decay:
-                index, ages = late.part(0)
-                where: Any = slice(None) if index is None else index
-                values, share = late.values(gradient, index, ages, moment)
-                for out, factor in zip(dense, moment.changes(late.method), strict=True):
-                    out[where] = values * np.float32(share * factor)
-            return dense
-
-        return shifts
+    def _shifts(self, name: str, at_once: bool, gradient: Array, *numbers: Array) -> list[Array]:
+        """Return what is added to the buffer of a gradient before a step, and what is subtracted after it."""
+        decay, rate, direct, buffered, weight = map(float, numbers)
+        moment = Moment(decay, rate, direct, buffered, weight, at_once)
+        dense = [np.zeros(len(gradient), np.float32) for _ in range(2)]
+        late = self.rank_state.late.pop(name, None)
+        if late and moment.decay:
+            index, ages = late.part(0)
+            where: Any = slice(None) if index is None else index
+            values, share = late.values(gradient, index, ages, moment)
+            for out, factor in zip(dense, moment.changes(late.method), strict=True):
+                out[where] = values * np.float32(share * factor)
+        return dense
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -486,11 +454,6 @@ def _outermost_graph() -> Any:
         found = graph
         graph = graph.outer_graph
     return found
-
-
-def _graph_dtype(bucket: Bucket) -> tf.DType:
-    """Return the dtype of a bucket's gradient between the segments of the graph."""
-    return tf.float64 if bucket.spec.dtype == "float64" else tf.float32
 
 
 def _dtypes(planned: Round) -> list[tf.DType]:

@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.agreement import PeerError, factor_of
-from hvdcompress.engine.collectives import has_headers, lift, lower, received_lengths
+from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.commit import PassedThrough, commit_step
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Sent
-from hvdcompress.engine.transport import Group
-from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Collective
+from hvdcompress.engine.transport import Group, Request, Transport
+from hvdcompress.method import Array
 from hvdcompress.ops import fast, pool
 from hvdcompress.plan import Bucket
 
@@ -81,6 +81,20 @@ class Traced:
     handles: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class _GraphTransport(Transport):
+    """Transport whose collectives are nodes of the graph: segments pass on the payloads and the results."""
+
+    rank: int
+    world_size: int
+    ordered = False
+    native_broadcast = False
+    variable_lengths = True
+
+    def start(self, name: str, request: Request) -> None:
+        """Start nothing."""
+
+
 class Segments:
     """The exchanges of one Compressor, and the functions that the graph calls for them.
 
@@ -98,6 +112,7 @@ class Segments:
         self.rank_state = local
         self.loss_scale = loss_scale
         self.group = Group(local.rank, local.world_size)
+        self.collectives = Collectives(_GraphTransport(*self.group), local.observers)  # type: ignore[abstract]
         self.exchanges: dict[str, Exchange] = {}
         self.errors: dict[str, Exception] = {}
         self.failure: PeerError | None = None
@@ -181,16 +196,14 @@ class Segments:
                         f"tensor {name!r}: method {exchange.setup.method.id!r} yields {found}, but {planned} in the "
                         "rehearsal: its collectives must not depend on the values of the gradient"
                     )
-                payload, splits = self._outgoing(name, collective)
+                exchange.pending = self.collectives.start(name, number, collective, like=_EMPTY)
+                request = exchange.pending.request
+                payload = np.ascontiguousarray(request.payload)
                 self._lengths[name, planned, number] = len(payload)
             except Exception as error:
                 self.errors[name] = error
-                payload = self._zeros(bucket, number, planned)
-                splits = None
-            if planned.collective != "AllToAll":
-                return [payload]
-            equal = [len(payload) // self.rank_state.world_size] * self.rank_state.world_size
-            return [payload, np.array(splits or equal, np.int32)]
+                return self._zeros(bucket, number, planned)
+            return [payload, np.array(request.send_lengths, np.int32)] if request.send_lengths else [payload]
 
     def receive(self, bucket: Bucket, result: Array) -> None:
         """Give the result of a collective to the exchange of a bucket, and resume it."""
@@ -200,10 +213,17 @@ class Segments:
                 return
             try:
                 exchange = self.exchanges[name]
-                assert exchange.collective is not None
-                exchange.resume(self._incoming(name, exchange.collective, result))
+                assert exchange.pending is not None
+                exchange.pending.running.out = result
+                self.collectives.advance(exchange.pending)
+                exchange.resume(self.collectives.result(exchange.pending))
             except Exception as error:
                 self.errors[name] = error
+
+    def between(self, bucket: Bucket, number: int, planned: Round, result: Array) -> list[Array]:
+        """Give the result of a collective to the exchange of a bucket, and return the payload of the next one."""
+        self.receive(bucket, result)
+        return self.send(bucket, number, planned)
 
     def finish(self, bucket: Bucket, probe: Array, traced: Traced, passing: Sequence[Bucket] = ()) -> Array:
         """End the exchange of a bucket: commit its new state if no rank failed.
@@ -235,10 +255,10 @@ class Segments:
                 self.failure = self.failure or failure
                 if exchange:
                     exchange.abandon()
-                out = np.full(bucket.spec.size, np.nan, _graph_dtype(bucket))
+                out = np.full(bucket.spec.size, np.nan, graph_dtype(bucket))
             else:
                 assert exchange is not None
-                out = pool.empty(bucket.spec.size, _graph_dtype(bucket))
+                out = pool.empty(bucket.spec.size, graph_dtype(bucket))
                 exchange.outs = [out]
                 finite = non_finite < 0.5
                 if finite:
@@ -282,38 +302,12 @@ class Segments:
         self._requesting[exchange.name] = self._requested
         return self._carried.get(exchange.name, 0) < self._requested
 
-    def _outgoing(self, name: str, collective: Collective) -> tuple[Array, tuple[int, ...] | None]:
-        """Return the payload that Horovod sends and, for an all-to-all, the bytes for each rank; tell the observers.
-
-        Observers are told about an all-gather later, in :meth:`_incoming`, when its lengths are known.
-        """
-        request = lower(collective, self.rank_state.rank, self.rank_state.world_size, fast, np.zeros(0))
-        payload = np.ascontiguousarray(request.payload)
-        if isinstance(collective, Broadcast):
-            mine = self.rank_state.rank == int(collective.root)
-            self._sent(name, Sent("Broadcast", payload if mine else None, payload.nbytes))
-        elif not isinstance(collective, AllGather):
-            splits = collective.splits if isinstance(collective, AllToAll) else None
-            self._sent(name, Sent(type(collective).__name__, collective.x, collective.x.nbytes, splits=splits))
-        return payload, request.send_lengths
-
-    def _incoming(self, name: str, collective: Collective, result: Array) -> Any:
-        """Return the result of a collective in the form that the method expects."""
-        pieces: Sequence[int] = ()
-        if has_headers(collective):
-            pieces = received_lengths(result, collective, self.rank_state.world_size, fast)
-            if isinstance(collective, AllGather):
-                self._sent(name, Sent("AllGather", collective.x, len(collective.x), pieces))
-        elif isinstance(collective, AllToAll):
-            pieces = collective.receives or [len(result) // self.rank_state.world_size] * self.rank_state.world_size
-        return lift(collective, result, pieces, fast)
-
     def _sent(self, name: str, what: Sent) -> None:
         for observer in self.rank_state.observers:
             observer.sent(self.rank_state.rank, name, what)
 
-    def _zeros(self, bucket: Bucket, number: int, planned: Round) -> Array:
-        """Return zeros of the same length as the payloads of the other ranks, for a rank that has failed."""
+    def _zeros(self, bucket: Bucket, number: int, planned: Round) -> list[Array]:
+        """Return what :meth:`send` returns, with zeros as the payload, for a rank that has failed."""
         dtype = "int32" if planned.collective == "Broadcast" else planned.dtype
         length = 0 if planned.collective == "AllGather" else self._lengths.get((bucket.spec.name, planned, number))
         if length is None:
@@ -321,7 +315,9 @@ class Segments:
             with suppress(Exception):  # the rehearsal runs the method, which may fail again
                 length = lengths(upcoming.method, upcoming.phase, self.group.world_size, bucket.spec)[number]
                 length //= 4 if planned.collective == "Broadcast" else 1
-        return np.zeros(length or 0, dtype)
+        zeros = np.zeros(length or 0, dtype)
+        p = self.group.world_size
+        return [zeros, np.full(p, len(zeros) // p, np.int32)] if planned.collective == "AllToAll" else [zeros]
 
     def _failed(self, name: str, error: Exception | None, failed: float, failed_rank: float) -> PeerError:
         """Return the error of a failed exchange.
@@ -344,6 +340,6 @@ class Segments:
         return PeerError(f"a gradient exchange failed, so every rank stops: tensor {name!r}: {where}")
 
 
-def _graph_dtype(bucket: Bucket) -> str:
+def graph_dtype(bucket: Bucket) -> str:
     """Return the dtype of a bucket's gradient between the segments of the graph."""
     return "float64" if bucket.spec.dtype == "float64" else "float32"
