@@ -233,15 +233,17 @@ def equal(a: Array, b: Array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
+def same_arrays(a: Sequence[Mapping[str, Array]], b: Sequence[Mapping[str, Array]]) -> bool:
+    """Return whether the named arrays of all ranks of two networks are bitwise equal."""
+    return all(equal(mine[name], other[name]) for mine, other in zip(a, b, strict=True) for name in mine)
+
+
 def same_states(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the state dicts of all ranks of two networks are bitwise equal."""
     return all(
         mine["steps"] == other["steps"]
         and mine["state"].keys() == other["state"].keys()
-        and all(
-            slots.keys() == other["state"][name].keys()
-            and all(equal(array, other["state"][name][slot]) for slot, array in slots.items())
-            for name, slots in mine["state"].items()
-        )
+        and all(slots.keys() == other["state"][name].keys() for name, slots in mine["state"].items())
+        and all(same_arrays([slots], [other["state"][name]]) for name, slots in mine["state"].items())
         for mine, other in zip(a, b, strict=True)
     )
