@@ -28,9 +28,8 @@ from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Framework, Step, evaluate_loss_scale
-from hvdcompress.engine.telemetry.figures import Figures, figures
+from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, openmetrics, scalars
 from hvdcompress.engine.telemetry.ledger import Ledger
-from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.reports import summary
 from hvdcompress.engine.transport import Request

@@ -23,9 +23,8 @@ from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Agree, Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.telemetry.figures import Figures, figures
+from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, openmetrics, scalars
 from hvdcompress.engine.telemetry.ledger import Ledger
-from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.reports import describe, explanation, first_step, summary
 from hvdcompress.method import TensorSpec

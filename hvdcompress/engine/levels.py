@@ -298,11 +298,12 @@ class NodeExchange:
         """Describe the collective that this rank waits for; see :meth:`Exchange.describe_wait`."""
         placement = self.rank_state.placement
         assert placement is not None
+        node = placement.nodes.node_of(placement.rank)
         if self.level == "to_owner":
-            return f"the gradients of tensor {self.name!r} of the ranks of node {placement.node}"
+            return f"the gradients of tensor {self.name!r} of the ranks of node {node}"
         if self.level == "between" and self.inner:
             return self.inner.describe_wait(count)
-        owner = placement.nodes.ranks_of_node(placement.node)[self.owner]
+        owner = placement.nodes.ranks_of_node(node)[self.owner]
         return f"the result of tensor {self.name!r} from rank {owner} of this node"
 
     def describe_missing(self) -> str:

@@ -7,8 +7,9 @@ result to its node. See :mod:`hvdcompress.engine.levels`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from hvdcompress.method import TensorSpec
@@ -91,37 +92,24 @@ def find_nodes(setting: int | str, rank: int, world_size: int, location: Locatio
     return Nodes(num_nodes, world_size // num_nodes)
 
 
+@dataclass(frozen=True)
 class Placement:
-    """Which rank of a node owns each tensor; immutable.
+    """Which rank of a node owns each tensor.
 
     The result depends only on the tensors and on the order in which they appear, so all ranks have the same. A tensor
     keeps its owner, because the owner has its residual.
 
-    Args:
+    Attributes:
         nodes: the nodes.
         rank: this rank.
-        owners: see below; the owners so far.
+        owners: {name of a tensor or bucket: local rank of its owner}, so far.
         sizes: {tensor name: number of elements} of tensors that have an owner.
-
-    Attributes:
-        node: the node of this rank.
-        local_rank: the index of this rank among the ranks of its node.
-        owners: {name of a tensor or bucket: local rank of its owner}.
     """
 
-    def __init__(
-        self,
-        nodes: Nodes,
-        rank: int,
-        owners: Mapping[str, int] | None = None,
-        sizes: Mapping[str, int] | None = None,
-    ):
-        self.nodes = nodes
-        self.rank = rank
-        self.node = nodes.node_of(rank)
-        self.local_rank = nodes.local_rank(rank)
-        self.owners: Mapping[str, int] = owners or {}
-        self._sizes: Mapping[str, int] = sizes or {}
+    nodes: Nodes
+    rank: int
+    owners: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def owner(self, bucket: Bucket) -> int:
         """Return the local rank of the bucket's owner."""
@@ -129,7 +117,7 @@ class Placement:
 
     def owns(self, bucket: Bucket) -> bool:
         """Return whether this rank owns a bucket."""
-        return self.owner(bucket) == self.local_rank
+        return self.owner(bucket) == self.nodes.local_rank(self.rank)
 
     def is_split(self, bucket: Bucket) -> bool:
         """Return whether tensors of a bucket have different owners, because a state with other owners was loaded."""
@@ -155,16 +143,15 @@ class Placement:
                 per_tensor_elements=min(grouping.per_tensor_elements, limit),
             )
         owners = dict(self.owners)
-        sizes = {**self._sizes, **{spec.name: spec.size for spec in specs}}
+        sizes = {**self.sizes, **{spec.name: spec.size for spec in specs}}
 
         def grouped() -> list[Bucket]:
             keys = {spec.name: (ages.get(spec.name), owners.get(spec.name)) for spec in specs}
             return plan.buckets(specs, grouping, keys)
 
-        loads = [0] * self.nodes.local_size  # elements that each local rank owns
-        for name, size in sizes.items():
-            if name in owners:
-                loads[owners[name]] += size
+        loads: Counter[int] = Counter()  # elements that each local rank owns
+        for name, owner in owners.items():
+            loads[owner] += sizes.get(name, 0)  # the sizes are those of tensors, not of buckets
         new = [bucket for bucket in grouped() if bucket.members[0].name not in owners]
         for bucket in sorted(new, key=lambda each: (-each.spec.size, each.spec.name)):
             owner = min(range(self.nodes.local_size), key=lambda each: loads[each])
@@ -173,7 +160,3 @@ class Placement:
         buckets = grouped()
         owners |= {bucket.spec.name: owners[bucket.members[0].name] for bucket in buckets}
         return Placement(self.nodes, self.rank, owners, sizes), buckets
-
-    def with_owners(self, owners: Mapping[str, int]) -> Placement:
-        """Return a placement in which these tensors and buckets have these owners, and others keep theirs."""
-        return Placement(self.nodes, self.rank, {**self.owners, **owners}, self._sizes)

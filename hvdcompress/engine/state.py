@@ -17,7 +17,7 @@ from hvdcompress.engine.fallback import PATIENCE, Fallback, Flush, Verdict
 from hvdcompress.engine.late import RENEWED, Late, stamp_of
 from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.engine.safety import verify
-from hvdcompress.engine.saving import origin, snapshot
+from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
@@ -561,8 +561,8 @@ class RankState:
         head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
         head |= {"world": self.world_size, "rank": self.rank}
         if self.placement:
-            head["nodes"] = snapshot.layout(self.placement.nodes, self.placement.owners)
-        head[origin.MADE_BY] = origin.made_by(self.driver)
+            head["nodes"] = {**self.placement.nodes._asdict(), "owners": dict(self.placement.owners)}
+        head[snapshot.MADE_BY] = snapshot.made_by(self.driver)
         head["fallback"] = self.fallback.state()
         head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
         return head | self._tables(self.states.values())
@@ -597,7 +597,7 @@ class RankState:
     def adopt_owners(self, saved: snapshot.Saved) -> None:
         """With two levels, take the owners of tensors from a saved state, because the owners have the slots."""
         if self.placement and snapshot.nodes_of(saved) == self.placement.nodes:
-            self.placement = self.placement.with_owners(saved["nodes"]["owners"])
+            self.placement = replace(self.placement, owners={**self.placement.owners, **saved["nodes"]["owners"]})
 
     def _load(self, saved: snapshot.Saved, buckets: Sequence[Bucket] | None) -> None:
         snapshot.check_origin(saved, self.world_size, self.rank, self.nodes)
@@ -614,7 +614,7 @@ class RankState:
         self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
         self.fallback.load(saved.get("fallback"))
-        if self.rank == 0 and (different := origin.differences(saved, self.plan)):
+        if self.rank == 0 and (different := snapshot.differences(saved, self.plan)):
             log.warn_once(f"the saved state is of another training: {different}")
 
     def _restored(self, saved: snapshot.Saved, bucket: Bucket, whole: bool = True) -> BucketState | None:

@@ -1,7 +1,8 @@
 """Conversion of a rank's state to plain data and back, by tensor, so that it survives a different bucketing.
 
-A saved state is a dict with ``format``, ``plan``, ``world``, ``rank``, ``made_by`` (``origin.py``), ``fallback`` (the
-decision), ``metrics`` {metric: [least, greatest]}, with two levels ``nodes`` (:func:`layout`), ``resharded`` if
+A saved state is a dict with ``format``, ``plan``, ``world``, ``rank``, ``made_by`` (:func:`made_by`), ``fallback`` (the
+decision), ``metrics`` {metric: [least, greatest]}, with two levels ``nodes``
+({num_nodes, local_size, owners: {name of a tensor or bucket: local rank that has its slots}}), ``resharded`` if
 :func:`reshard` made it, ``kind`` if it is not of a Compressor alone (``local_steps/state.py``), and four tables by
 tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, triggers that took effect, step of the last]}, ``merge``
 {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. The slots include ``BucketState.arrived``.
@@ -9,6 +10,10 @@ tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, triggers that took e
 
 from __future__ import annotations
 
+import json
+import platform
+import reprlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -18,14 +23,21 @@ import numpy as np
 from annotated_types import Len
 from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 
+from hvdcompress import __version__
 from hvdcompress.engine.bucket_state import BucketState, declared_by_members, declared_slots
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.method import Array, Slot
 from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import feedback
-from hvdcompress.plan import Bucket
+from hvdcompress.plan import Bucket, Plan
+from hvdcompress.plan.reading import PLAN_KEYS, RULE_KEYS
 
 FORMAT = 1
+MADE_BY = "made_by"  #: the key of a saved state
+#: packages whose version is noted where they are in use
+PACKAGES = ("numpy", "numba", "torch", "tensorflow", "horovod", "mpi4py")
+#: plan keys that change neither what is sent nor what comes of it
+IDLE = {"watchdog", "warn_after", "end_after", "verify_every"}
 ARRIVED = "momentum.arrived"  #: slot name of ``BucketState.arrived``
 TABLES = ("steps", "restarts", "merge", "state")  #: the tables by tensor in a saved state
 Saved = Mapping[str, Any]
@@ -113,16 +125,6 @@ def check_origin(saved: Saved, world_size: int, rank: int, nodes: Nodes | None =
             )
 
 
-def layout(nodes: Nodes, owners: Mapping[str, int]) -> dict[str, Any]:
-    """Return the entry ``nodes`` of a saved state.
-
-    Args:
-        nodes: the nodes.
-        owners: {name of a tensor or bucket: local rank that has its slots}.
-    """
-    return {**nodes._asdict(), "owners": dict(owners)}
-
-
 def nodes_of(saved: Saved) -> Nodes | None:
     """Return the nodes of a saved state; None for one level."""
     found = saved.get("nodes")
@@ -161,20 +163,16 @@ def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
                 restarts[member.name] = [state.triggers, *state.restart]
         slots = state.slots if state.arrived is None else {**state.slots, ARRIVED: state.arrived}
         for slot, array in slots.items():
-            for name, part in _parts(bucket, slot, array):
-                keep(name, slot, part, declared[slot].merge if slot in declared else "sum")
+            how = declared[slot].merge if slot in declared else "sum"
+            if slot in (*feedback.BUFFERED, ARRIVED):  # it has the shape of the gradient
+                for member, (start, stop) in zip(bucket.members, bucket.spans, strict=True):
+                    keep(member.name, slot, array[start:stop], how)
+            else:
+                keep(bucket.spec.name, slot, array, how)
         for member, own, known in zip(bucket.members, state.members, declared_by_members(bucket), strict=False):
             for slot, array in own.items():
                 keep(member.name, slot, array, known[slot].merge)
     return {"steps": steps, "restarts": restarts, "merge": merge, "state": arrays}
-
-
-def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array]]:
-    """Split a slot by tensor if it has the shape of the gradient. Other slots belong to the bucket as a whole."""
-    if slot not in (*feedback.BUFFERED, ARRIVED):
-        return [(bucket.spec.name, array)]
-    spans = zip(bucket.members, bucket.spans, strict=True)
-    return [(member.name, array[start:stop]) for member, (start, stop) in spans]
 
 
 def progress(saved: Saved, bucket: Bucket, copy: Copy) -> BucketState | None:
@@ -187,8 +185,9 @@ def progress(saved: Saved, bucket: Bucket, copy: Copy) -> BucketState | None:
         return None
     triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
     step = saved["steps"][members[0]]
-    arrived = _arrived(saved, bucket, copy)
-    return BucketState(bucket, {}, (), arrived, step, triggers, (restart[0], restart[1]))
+    arrived = [_part(saved, member.name, ARRIVED, member.size, "int8") for member in bucket.members]
+    there = all(part is not None for part in arrived)
+    return BucketState(bucket, {}, (), copy(arrived) if there else None, step, triggers, (restart[0], restart[1]))
 
 
 def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> BucketState | None:
@@ -218,16 +217,14 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
     def slots(declared: Mapping[str, Slot], whose: str) -> dict[str, Array]:
         found = {}
         for slot, about in declared.items():
-            names = members if slot in feedback.BUFFERED else [whose]
-            parts = [saved["state"].get(name, {}).get(slot) for name in names]
+            sizes = {whose: prod(about.shape)}
+            if slot in feedback.BUFFERED:
+                sizes = {member.name: member.size for member in bucket.members}
+            parts = [_part(saved, name, slot, size, about.dtype) for name, size in sizes.items()]
             if whole and any(part is None for part in parts):
-                raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
-            sizes = [member.size for member in bucket.members] if slot in feedback.BUFFERED else [prod(about.shape)]
-            parts = [
-                np.zeros(size, about.dtype) if part is None else part for part, size in zip(parts, sizes, strict=True)
-            ]
-            for name, part, size in zip(names, parts, sizes, strict=True):
-                _check_part(f"{slot!r} of {name!r}", part, size, about.dtype)
+                raise ValueError(f"the saved state lacks {slot!r} of {', '.join(sizes)}")
+            zeros = [np.zeros(size, about.dtype) for size in sizes.values()]
+            parts = [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
             found[slot] = copy(parts)
         return found
 
@@ -240,24 +237,22 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
     return replace(state, slots=slots(declared, bucket.spec.name), members=own)
 
 
-def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
-    """Return the saved ``BucketState.arrived``; None unless all tensors of the bucket have it."""
-    parts = [saved["state"].get(member.name, {}).get(ARRIVED) for member in bucket.members]
-    if any(part is None for part in parts):
+def _part(saved: Saved, name: str, slot: str, size: int, dtype: str) -> Any:
+    """Return a saved array; None if there is none. A NaN in a residual would spoil every later gradient.
+
+    Raises:
+        ValueError: the array has a wrong size or dtype, or has an Inf or a NaN.
+    """
+    part = saved["state"].get(name, {}).get(slot)
+    if part is None:
         return None
-    for member, part in zip(bucket.members, parts, strict=True):
-        _check_part(f"{ARRIVED!r} of {member.name!r}", part, member.size, "int8")
-    return copy(parts)
-
-
-def _check_part(what: str, part: Any, size: int, dtype: str) -> None:
-    """Check size, dtype and finiteness of a saved array. A NaN in a residual would spoil every later gradient."""
     if len(part) != size:
-        raise ValueError(f"the saved {what} has {len(part)} elements, expected {size}")
+        raise ValueError(f"the saved {slot!r} of {name!r} has {len(part)} elements, expected {size}")
     if (found := dtype_name(part)) != dtype:
-        raise ValueError(f"the saved {what} has dtype {found}, expected {dtype}")
+        raise ValueError(f"the saved {slot!r} of {name!r} has dtype {found}, expected {dtype}")
     if not bool((part.isfinite() if hasattr(part, "isfinite") else np.isfinite(part)).all()):
-        raise ValueError(f"the saved {what} contains an Inf or a NaN")
+        raise ValueError(f"the saved {slot!r} of {name!r} contains an Inf or a NaN")
+    return part
 
 
 def without_buckets(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
@@ -327,5 +322,44 @@ def reshard(saved: Sequence[Saved], world_size: int, nodes: Nodes | None = None)
                 for slot, how in slots.items()
             }
     common = {**first, "world": world_size, "merge": merge, "state": state, "resharded": True}
-    common["nodes"] = layout(nodes, {}) if nodes else None
+    common["nodes"] = {**nodes._asdict(), "owners": {}} if nodes else None
     return [{**common, "rank": rank} for rank in range(world_size)]
+
+
+# -- what made a saved state, and what differs where it is loaded: for people ------------------------------------
+
+
+def made_by(driver: str) -> dict[str, Any]:
+    """Return what makes a state, as plain data: ``driver``, and ``versions`` by package.
+
+    Args:
+        driver: the driver's name.
+    """
+    versions = {"hvdcompress": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        if (version := getattr(sys.modules.get(package), "__version__", None)) is not None:
+            versions[package] = str(version)
+    return {"driver": driver, "versions": versions}
+
+
+def differences(saved: Mapping[str, Any], plan: Plan) -> str:
+    """Return what matters and was different where a state was saved; nothing if all is the same.
+
+    Args:
+        saved: the state.
+        plan: the plan of the Compressor that loads it.
+    """
+    before = json.loads(json.dumps(saved["plan"]))  # so that both have texts as keys
+    now = json.loads(plan.source)
+    keys = (before.keys() | now.keys()) - IDLE
+    if before.get("method") != now.get("method"):
+        keys &= {*RULE_KEYS, *PLAN_KEYS}  # each method has hyper-parameters of its own
+    found = [("hvdcompress", saved[MADE_BY]["versions"]["hvdcompress"], __version__)]
+    found += [(key, before.get(key), now.get(key)) for key in sorted(keys)]
+    return "; ".join(f"{what} was {_shown(was)}, is {_shown(here)}" for what, was, here in found if was != here)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return value[:60] if isinstance(value, str) else reprlib.repr(value)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hvdcompress.engine.saving import checkpoint
-from hvdcompress.engine.saving.origin import differences, made_by
+from hvdcompress.engine.saving.snapshot import differences, made_by
 from hvdcompress.plan import plan_of
 from tests.unit.engine.helpers import trained
 
