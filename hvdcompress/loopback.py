@@ -350,15 +350,15 @@ def _sample(specs: list[TensorSpec]) -> list[TensorSpec]:
     return [*fitting[:2], *fitting[-1:]]
 
 
+@dataclass
 class _Framework(Framework):
     """Framework functions with a fixed array backend."""
 
-    def __init__(self, ops: Ops):
-        self._ops = ops
+    fixed: Ops
 
     def ops(self, like: Array) -> Ops:
         """Return the array ops of the network."""
-        return self._ops
+        return self.fixed
 
 
 @dataclass
@@ -386,21 +386,20 @@ class _Network:
         return Levels.over(world, parts, rank.observers)
 
 
+@dataclass
 class _Transport:
     """Transport of one rank of a group. It performs a collective when all ranks of the group have started it.
 
     A handle is the name of a collective.
     """
 
+    network: _Network
+    group: str
+    rank: int
+    world_size: int
     ordered = False
     native_broadcast = True
     variable_lengths = True
-
-    def __init__(self, network: _Network, group: str, rank: int, world_size: int):
-        self.network = network
-        self.group = group
-        self.rank = rank
-        self.world_size = world_size
 
     def start(self, name: str, request: Request) -> str:
         """Start a collective."""

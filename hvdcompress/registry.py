@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from hvdcompress.method import REGISTERED, Method, method
 
 __all__ = [
-    "FieldError", "Option", "available", "classes", "docstring", "field_docs", "formula", "get_method", "legal",
+    "FieldError", "Option", "available", "classes", "docstring", "field_docs", "get_method", "legal",
     "method", "options", "suggest",
 ]  # fmt: skip
 
@@ -179,12 +179,6 @@ def expand_paper_settings(cls: type[Method], given: dict[str, Any]) -> dict[str,
                 name,
             )
     return {**rest, **cls.published}
-
-
-def formula(cls: type[Method]) -> str:
-    """Return the paragraph "Bytes:" of a method's docstring in one line."""
-    _, _, rest = docstring(cls).partition("\nBytes:")
-    return " ".join(rest.partition("\n\n")[0].split())
 
 
 def docstring(cls: type[Method]) -> str:

@@ -9,7 +9,7 @@ counts are compared in every step.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,7 @@ def shared_slots(states: Iterable[BucketState], host: Host) -> dict[str, int]:
         states: the bucket states of this rank.
         host: converts an array to a NumPy array.
     """
-    return {description: checksum(host(array)) for description, array in _shared(states)}
-
-
-def _shared(states: Iterable[BucketState]) -> Iterator[tuple[str, Array]]:
+    sums = {}
     for state in states:
         bucket = state.bucket
         slot_tables = [(bucket.spec.name, declared_slots(bucket), state.slots)]
@@ -45,7 +42,8 @@ def _shared(states: Iterable[BucketState]) -> Iterator[tuple[str, Array]]:
         for name, declared, slots in slot_tables:
             for slot, described in declared.items():
                 if described.scope == "shared" and slot in slots:
-                    yield f"the state {slot!r} of tensor {name!r}", slots[slot]
+                    sums[f"the state {slot!r} of tensor {name!r}"] = checksum(host(slots[slot]))
+    return sums
 
 
 def compare(everyone: Sequence[Mapping[str, int]], step: int, local_size: int = 1) -> None:

@@ -272,8 +272,7 @@ class Watchdog:
 def print_error(text: str) -> None:
     """Write a line to stderr in one call, whatever the program does with logs: all ranks may write at once."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"hvdcompress: {text}\n")
-        sys.stderr.flush()
+        print(f"hvdcompress: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 class _Service:

@@ -110,18 +110,20 @@ def check(saved: Saved) -> None:
 
 
 def check_origin(saved: Saved, world_size: int, rank: int, nodes: Nodes | None = None) -> None:
-    """Raise an error unless a value is a saved state of this rank, number of ranks and number of nodes.
+    """Raise an error unless a saved state is of this rank, number of ranks and number of nodes.
 
     Raises:
-        ValueError: format, number of ranks, rank or nodes do not match. The message says which.
+        ValueError: number of ranks, rank or nodes do not match. The message says which.
     """
-    check(saved)
-    before = {"world": saved["world"], "rank": saved["rank"], "nodes": nodes_of(saved) or "one level"}
-    for key, here in (("world", world_size), ("rank", rank), ("nodes", nodes or "one level")):
-        if before[key] != here:
+    for key, before, here in (
+        ("world", saved["world"], world_size),
+        ("rank", saved["rank"], rank),
+        ("nodes", nodes_of(saved) or "one level", nodes or "one level"),
+    ):
+        if before != here:
             raise ValueError(
-                f"the saved state has {key} {before[key]}, but {key} is {here} here; Compressor.load() re-shards a "
-                "folder with the states of all ranks"
+                f"the saved state has {key} {before}, but {key} is {here} here; Compressor.load() re-shards a folder "
+                "with the states of all ranks"
             )
 
 
@@ -185,9 +187,10 @@ def progress(saved: Saved, bucket: Bucket, copy: Copy) -> BucketState | None:
         return None
     triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
     step = saved["steps"][members[0]]
-    arrived = [_part(saved, member.name, ARRIVED, member.size, "int8") for member in bucket.members]
-    there = all(part is not None for part in arrived)
-    return BucketState(bucket, {}, (), copy(arrived) if there else None, step, triggers, (restart[0], restart[1]))
+    arrived = None
+    if all(ARRIVED in saved["state"].get(member.name, {}) for member in bucket.members):
+        arrived = copy([_part(saved, member.name, ARRIVED, member.size, "int8") for member in bucket.members])
+    return BucketState(bucket, {}, (), arrived, step, triggers, (restart[0], restart[1]))
 
 
 def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> BucketState | None:
@@ -220,12 +223,7 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
             sizes = {whose: prod(about.shape)}
             if slot in feedback.BUFFERED:
                 sizes = {member.name: member.size for member in bucket.members}
-            parts = [_part(saved, name, slot, size, about.dtype) for name, size in sizes.items()]
-            if whole and any(part is None for part in parts):
-                raise ValueError(f"the saved state lacks {slot!r} of {', '.join(sizes)}")
-            zeros = [np.zeros(size, about.dtype) for size in sizes.values()]
-            parts = [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
-            found[slot] = copy(parts)
+            found[slot] = copy([_part(saved, name, slot, size, about.dtype, whole) for name, size in sizes.items()])
         return found
 
     own = tuple(slots(each, name) for each, name in zip(declared_by_members(bucket), members, strict=False))
@@ -237,15 +235,18 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
     return replace(state, slots=slots(declared, bucket.spec.name), members=own)
 
 
-def _part(saved: Saved, name: str, slot: str, size: int, dtype: str) -> Any:
-    """Return a saved array; None if there is none. A NaN in a residual would spoil every later gradient.
+def _part(saved: Saved, name: str, slot: str, size: int, dtype: str, must_exist: bool = True) -> Any:
+    """Return a saved array; zeros if there is none and none must exist.
 
     Raises:
-        ValueError: the array has a wrong size or dtype, or has an Inf or a NaN.
+        ValueError: the array is missing, has a wrong size or dtype, or has an Inf or a NaN, which would spoil every
+            later gradient.
     """
     part = saved["state"].get(name, {}).get(slot)
+    if part is None and not must_exist:
+        return np.zeros(size, dtype)
     if part is None:
-        return None
+        raise ValueError(f"the saved state lacks {slot!r} of {name}")
     if len(part) != size:
         raise ValueError(f"the saved {slot!r} of {name!r} has {len(part)} elements, expected {size}")
     if (found := dtype_name(part)) != dtype:

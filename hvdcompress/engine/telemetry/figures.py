@@ -26,7 +26,6 @@ Host = Callable[[Array], "np.ndarray[Any, Any]"]  #: converts an array to a NumP
 
 OTHER = "agreement"  #: label for traffic that belongs to no tensor: status, plans, lengths, addresses
 PREFIX = "hvdcompress"  #: of the names of metrics
-BLOCK = 1 << 20  #: elements that are converted to float64 at a time
 
 
 @dataclass
@@ -68,7 +67,6 @@ def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: H
     """
     found: dict[str, Figures] = {}
     program_of: dict[str, str] = {}
-    squares: dict[str, float] = {}
     for bucket in buckets:
         program = str(bucket.program)
         group = found.setdefault(program, Figures(program, describe_method(local.next_step(bucket).method)))
@@ -78,12 +76,13 @@ def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: H
         state = local.states.get(bucket.spec.name)
         residual = state.slots.get(feedback.RESIDUAL) if state else None
         if residual is not None:
-            squares[program] = squares.get(program, 0.0) + _sum_of_squares(host(residual))
+            flat = host(residual).reshape(-1)
+            # Unlike a product of float64 arrays, this makes no float64 copy of the residual
+            norm = math.sqrt(np.einsum("i,i", flat, flat, dtype=np.float64))
+            group.residual = math.hypot(group.residual or 0.0, norm)
     other = Figures(OTHER, OTHER)
     for name, entry in ledger.tensors(local.rank).items():
         found.get(program_of.get(name, ""), other).totals += entry
-    for program, square in squares.items():
-        found[program].residual = math.sqrt(square)
     groups = sorted(found.values(), key=lambda group: -group.elements)
     return [*groups, *([other] if other.totals != Entry() else [])]
 
@@ -95,13 +94,6 @@ def total(groups: Sequence[Figures]) -> Figures:
     kept = [each.residual for each in groups if each.residual is not None]
     whole.residual = math.hypot(*kept) if kept else None
     return whole
-
-
-def _sum_of_squares(array: np.ndarray[Any, Any]) -> float:
-    """Return the sum of squares in float64, block by block, which avoids a float64 copy of the whole residual."""
-    flat = array.reshape(-1)
-    blocks = (flat[start : start + BLOCK].astype(np.float64) for start in range(0, len(flat), BLOCK))
-    return sum(float(block @ block) for block in blocks)
 
 
 # -- export --------------------------------------------------------------------------------------------------

@@ -362,8 +362,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     def _shifts(self, name: str, at_once: bool, gradient: Array, *numbers: Array) -> list[Array]:
         """Return what is added to the buffer of a gradient before a step, and what is subtracted after it."""
-        decay, rate, direct, buffered, weight = map(float, numbers)
-        moment = Moment(decay, rate, direct, buffered, weight, at_once)
+        moment = Moment._make((*map(float, numbers), at_once))
         dense = [np.zeros(len(gradient), np.float32) for _ in range(2)]
         late = self.rank_state.late.pop(name, None)
         if late and moment.decay:
