@@ -28,7 +28,7 @@ from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Framework, Step, evaluate_loss_scale
-from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, openmetrics, scalars
+from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, log_to, openmetrics
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.reports import summary
@@ -196,8 +196,7 @@ class Loopback:
 
     def log_to(self, writer: Writer, step: int | None = None, rank: int = 0) -> None:
         """Write a rank's figures to a TensorBoard writer, which has ``add_scalar(tag, value, step)``."""
-        for tag, value in scalars(self.figures(rank), self.ledger, rank).items():
-            writer.add_scalar(tag, value, self.ledger.steps if step is None else step)
+        log_to(writer, step, self.figures(rank), self.ledger, rank)
 
     def openmetrics(self, rank: int = 0, **labels: str) -> str:
         """Return a rank's figures as OpenMetrics text.

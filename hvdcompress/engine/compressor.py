@@ -23,7 +23,7 @@ from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Agree, Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, openmetrics, scalars
+from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, log_to, openmetrics
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.reports import describe, explanation, first_step, summary
@@ -439,9 +439,7 @@ class Compressor(ABC):
             writer: an object with ``add_scalar(tag, value, step)``, such as torch.utils.tensorboard.SummaryWriter.
             step: step of the training; by default the number of steps done.
         """
-        step = self.ledger.steps if step is None else step
-        for tag, value in scalars(self.figures(), self.ledger, self.rank_state.rank).items():
-            writer.add_scalar(tag, value, step)
+        log_to(writer, step, self.figures(), self.ledger, self.rank_state.rank)
 
     def openmetrics(self, **labels: str) -> str:
         """Return this rank's figures as OpenMetrics text.

@@ -211,14 +211,12 @@ class Watchdog:
             return None
         endpoint = self._peers[rank]
         try:
-            answer = query(endpoint, {"number": endpoint.get("number"), "rank": self.rank, "ends": ends})
-            progress = Progress(*answer)
-        except ConnectionError as error:
-            if rank in self._refusals or endpoint["host"] == LOCALHOST:
+            progress = Progress(*query(endpoint, {"number": endpoint["number"], "rank": self.rank, "ends": ends}))
+        # TypeError: a malformed answer. LookupError: the endpoint of a rank without a watchdog
+        except (ConnectionError, TypeError, LookupError) as error:
+            if rank in self._refusals or endpoint.get("host") == LOCALHOST:
                 refused = isinstance(error, ConnectionRefusedError)
                 self._refusals[rank] = self._refusals.get(rank, 0) + 1 if refused else 0
-            return None
-        except (TypeError, LookupError):  # an endpoint of a rank without a watchdog, or a malformed answer
             return None
         self._refusals[rank] = 0
         return progress

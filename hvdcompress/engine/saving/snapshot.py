@@ -45,21 +45,17 @@ Ages = Mapping[str, tuple[int, ...]]  #: {tensor name: its step, followed by its
 Copy = Callable[[list[Any]], Array]  #: concatenates the saved arrays of a slot's parts into a new array
 
 
-class _Strict(BaseModel):
-    model_config = {"strict": True}
-
-
-class _Nodes(_Strict):
+class _Nodes(BaseModel):
     num_nodes: PositiveInt
     local_size: PositiveInt
     owners: dict[str, NonNegativeInt]
 
 
-class _MadeBy(_Strict):
+class _MadeBy(BaseModel):
     versions: dict[str, str]
 
 
-class _Head(_Strict):
+class _Head(BaseModel):
     """The keys of a saved state without its arrays."""
 
     plan: dict[Any, Any]
@@ -86,7 +82,7 @@ def check_head(head: Any) -> None:
             "hvdcompress that saved it, or start without it"
         )
     try:
-        nodes = _Head.model_validate(head).nodes
+        nodes = _Head.model_validate(head, strict=True).nodes
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][1:]))

@@ -106,10 +106,17 @@ class Writer(Protocol):
         """Write one number."""
 
 
-def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, float]:
-    """Return {tag: value} of one rank, for all tensors together and for each program.
+def log_to(writer: Writer, step: int | None, groups: Sequence[Figures], ledger: Ledger, rank: int) -> None:
+    """Write the figures of one rank to a TensorBoard writer, for all tensors together and for each program.
 
     Unknown values are omitted, such as the compression ratio before the first step.
+
+    Args:
+        writer: the writer.
+        step: step of the training; None for the number of steps done.
+        groups: the figures by program.
+        ledger: the ledger of the rank.
+        rank: the rank.
     """
     seconds = ledger.seconds(rank)
     residual = total(groups).residual
@@ -127,7 +134,9 @@ def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, f
         found[f"{each.program}/ratio"] = each.ratio
         found[f"{each.program}/residual_norm"] = math.nan if each.residual is None else each.residual
         found[f"{each.program}/codec_seconds"] = each.totals.seconds
-    return {f"{PREFIX}/{tag}": value for tag, value in found.items() if not math.isnan(value)}
+    for tag, value in found.items():
+        if not math.isnan(value):
+            writer.add_scalar(f"{PREFIX}/{tag}", value, ledger.steps if step is None else step)
 
 
 def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Mapping[str, str]) -> str:

@@ -103,9 +103,7 @@ class Ledger(Observer):
         self._seconds[rank, "codec"] += seconds
         self._tensors[rank, name].seconds += seconds
 
-    def decoded(self, rank: int, name: str, seconds: float) -> None:
-        """Add codec time."""
-        self.encoded(rank, name, seconds)
+    decoded = encoded
 
     def waited(self, rank: int, seconds: float) -> None:
         """Add time spent waiting for collectives."""
