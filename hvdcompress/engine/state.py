@@ -16,7 +16,6 @@ from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
 from hvdcompress.engine.fallback import PATIENCE, Fallback, Flush, Verdict
 from hvdcompress.engine.late import RENEWED, Late, stamp_of
 from hvdcompress.engine.nodes import Nodes, Placement
-from hvdcompress.engine.safety import verify
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.ledger import Ledger
@@ -384,14 +383,6 @@ class RankState:
     def steps_done(self) -> int:
         """Return the largest step count of all tensors."""
         return max(self.steps().values(), default=0)
-
-    def checksums(self, host: verify.Host = np.asarray) -> dict[str, int]:
-        """Return {description: checksum} of the state that must be equal on all ranks.
-
-        Args:
-            host: converts an array to a NumPy array in host memory.
-        """
-        return verify.shared_slots(list(self.states.values()), host)
 
     def forget_lengths(self) -> None:
         """Clear the known payload lengths, because some rank replaced its state and cannot know them."""

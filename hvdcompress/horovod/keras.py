@@ -91,8 +91,7 @@ def DistributedOptimizer(
         optimizer.gradient_accumulation_steps = backward_passes_per_step
     # Change the class of this object: a new optimizer from get_config() would lose all attributes
     # that a program's own optimizer class does not put into its configuration
-    mixin = _ReducesScaled if scaled else _Reduces
-    _mix_in(mixin, optimizer)
+    _mix_in(_ReducesScaled if scaled else _Reduces, optimizer)
     optimizer.compressor = compressor
     optimizer.reduction = op
     optimizer.sparse_as_dense = sparse_as_dense
@@ -101,13 +100,12 @@ def DistributedOptimizer(
     inner = optimizer.inner_optimizer if scaled else optimizer
     if scaled:
         _mix_in(_Adapts, inner)
-    # Not setattr(), and no strong reference: Keras would save the optimizer as a part of itself
-    vars(inner)["_reducing"] = weakref.ref(optimizer)
-    inner._warn_if_not_adapted()
-    if scaled:
         compressor.loss_scale = lambda: float(
             tf.convert_to_tensor(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
         )
+    # Not setattr(), and no strong reference: Keras would save the optimizer as a part of itself
+    vars(inner)["_reducing"] = weakref.ref(optimizer)
+    inner._warn_if_not_adapted()
     return optimizer
 
 

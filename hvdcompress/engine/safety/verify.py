@@ -26,12 +26,12 @@ def checksum(array: np.ndarray[Any, Any]) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def shared_slots(states: Iterable[BucketState], host: Host) -> dict[str, int]:
+def shared_slots(states: Iterable[BucketState], host: Host = np.asarray) -> dict[str, int]:
     """Return {description: checksum} of the slots that methods declare as shared.
 
     Args:
         states: the bucket states of this rank.
-        host: converts an array to a NumPy array.
+        host: converts an array to a NumPy array in host memory.
     """
     sums = {}
     for state in states:
