@@ -6,7 +6,8 @@ import inspect
 import json
 import math
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields
+from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,9 @@ def check_value(case: Case) -> None:
     twin = type(method)(**settings)
     require({method, twin} == {method}, f"another {method} with the same fields is not equal, or has another hash")
     for name in settings:
-        try:
+        with suppress(AttributeError):
             setattr(method, name, settings[name])
-        except (FrozenInstanceError, AttributeError):
-            continue
-        raise AssertionError(f"field {name!r} can be assigned; methods must be frozen")
+            raise AssertionError(f"field {name!r} can be assigned; methods must be frozen")
     for text in ("id", "paper", "sends"):
         require(getattr(method, text), f"the method's {text!r} is empty")
     default = next(f.default for f in fields(method) if f.name == "feedback")
@@ -75,14 +74,12 @@ def check_shapes(case: Case) -> None:
         for dtype in ("float32", "float64", "float16"):
             given = [g.astype(dtype) for g in case.gradients(shape, number)]
             before = [g.copy() for g in given]
-            both_steps = []
             # A method that writes to the gradient raises if that is read-only. PyTorch has no such arrays: the tensor
             # is a copy then, and a view in the other step
             for writeable in (False, True):
                 for g in given:
                     g.flags.writeable = writeable
-                both_steps.append(net.allreduce(given, f"{dtype}.{number}"))
-            for outs in both_steps:
+                outs = net.allreduce(given, f"{dtype}.{number}")
                 for rank, out in enumerate(outs):
                     where = f"shape {shape}, {dtype}, rank {rank}"
                     require(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -132,8 +133,7 @@ class Trial(Loopback):
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Any]:
         requests = [replace(request, payload=to_numpy(request.payload)) for request in requests]
         first = requests[0]
-        kind = first.kind
-        if kind == "broadcast":
+        if first.kind == "broadcast":
             arrays = [requests[first.root or 0].payload]
             num_bytes = tuple((request.send_lengths or (0,))[0] for request in requests)
         else:
@@ -144,14 +144,15 @@ class Trial(Loopback):
             Collective(
                 name=name,
                 step=state.step if state else 0,
-                collective=COLLECTIVES[kind],
-                op=first.op if kind == "all_reduce" else "",
+                collective=COLLECTIVES[first.kind],
+                op=first.op if first.kind == "all_reduce" else "",
                 dtypes=tuple(str(array.dtype) for array in arrays),
                 lengths=tuple(len(array) for array in arrays),
                 sent=tuple(array.tobytes() for array in arrays),
                 num_bytes=num_bytes,
                 root=first.root,
-                splits=kind == "all_to_all" and any(len(set(request.send_lengths or ())) > 1 for request in requests),
+                splits=first.kind == "all_to_all"
+                and any(len(set(request.send_lengths or ())) > 1 for request in requests),
             )
         )
         return super()._carry_out(name, requests)
@@ -178,14 +179,8 @@ def _numpy_tree(value: Any) -> Any:
 
 def backends() -> dict[str, Ops]:
     """Return all array ops that run on the CPU, by name; "numpy" is the reference. Frameworks must be installed."""
-    found: dict[str, Ops] = {}
-    for name in ("numpy", "numba", "torch"):  # Triton needs a GPU
-        try:
-            found[name] = importlib.import_module(f"hvdcompress.ops.{name}").ops
-        except ImportError as error:
-            if (error.name or "").startswith("hvdcompress"):
-                raise
-    return found
+    installed = ["numpy", *filter(find_spec, ("numba", "torch"))]  # Triton needs a GPU
+    return {name: import_module(f"hvdcompress.ops.{name}").ops for name in installed}
 
 
 # -- the checks -------------------------------------------------------------------------------------------
