@@ -84,11 +84,9 @@ class Ledger(Observer):
             wire = 2 * (p - 1) / p * what.num_bytes
         elif what.collective == "AllToAll":
             wire = what.num_bytes - what.splits[index] if what.splits else (p - 1) / p * what.num_bytes
-        elif what.collective == "AllGather":
+        else:  # an all-gather
             lengths = what.lengths
             wire = sum(lengths) - lengths[(index + 1) % p] if lengths else (p - 1) * what.num_bytes
-        else:
-            raise KeyError(what.collective)
         if what.inside_node:
             self._inside_node[rank] += wire
             return

@@ -39,7 +39,7 @@ def info_once(text: str) -> None:
 
 def _handle(form: str, level: int) -> None:
     """Log messages of a level and above to stderr, unless the program has configured logging."""
-    if LOGGER.handlers or logging.getLogger().handlers:
+    if LOGGER.hasHandlers():
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
