@@ -135,9 +135,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             raise TypeError('compression=Compressor is the class: give an instance, compression=Compressor("topk")')
         bucket, traced = self._bucket(tensor)
         self._compare_plans_once()
-        is_constant = len(bucket.program.periods) == 1
-        if traced.exchanged and is_constant and self.rank_state.next_step(bucket).passes_through:
-            # The stock all-reduce reduces the gradient itself in every step
+        if traced.exchanged and self._passes(bucket):
             traced.passing.append(bucket)
 
             def pass_on(output: tf.Tensor) -> tf.Tensor:
@@ -254,6 +252,10 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             return mpi_ops.alltoall(*payload, name, ignore_name_scope=True, process_set=self.process_set)[0]
         op = hvd.Max if planned.op == "max" else hvd.Sum
         return mpi_ops._allreduce(payload[0], name, op, ignore_name_scope=True, process_set=self.process_set)
+
+    def _passes(self, bucket: Bucket) -> bool:
+        """Return whether the stock all-reduce reduces the gradient itself in every step."""
+        return len(bucket.program.periods) == 1 and self.rank_state.next_step(bucket).passes_through
 
     def _bucket(self, tensor: tf.Tensor) -> tuple[Bucket, Traced]:
         """Return the bucket of a gradient, and the tensors that were traced in the same outermost graph."""
