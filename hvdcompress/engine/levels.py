@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdcompress.engine.bucket_state import BucketState
-from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.exchange import Exchange, Stage, check_gradient, describe_missing
-from hvdcompress.engine.late import Late, nonzero
-from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.commit import Slots
+from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.intake import Intake, Stage
+from hvdcompress.engine.late import nonzero
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.transport import Transport
 from hvdcompress.method import AllGather, AllToAll, Array, Collective, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Flag, dtype_name
-from hvdcompress.parts import momentum
+from hvdcompress.ops.vectors import Flag
 from hvdcompress.plan import Bucket
 
 Level = Literal["to_owner", "between", "from_owner"]
@@ -63,7 +63,7 @@ class Levels:
         )
 
 
-class NodeExchange:
+class NodeExchange(Intake):
     """One bucket in one step, with two levels.
 
     Args:
@@ -75,48 +75,36 @@ class NodeExchange:
         loss_scale: the factor by which the loss was multiplied.
 
     Attributes:
-        name, outs, stage, pending, late: as for :class:`Exchange`.
         level: the level of the current collective.
         inner: the exchange between nodes; None on the other ranks of the node, and until the sum is there.
-        begun_in: ``RankState.round`` at the beginning of the exchange.
     """
 
     def __init__(
         self, rank_state: RankState, levels: Levels, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0
     ):
+        super().__init__(rank_state, bucket, like, ops)
         assert rank_state.placement is not None
-        self.rank_state = rank_state
         self.levels = levels
-        self.bucket = bucket
-        self.like = like
-        self.ops = ops
         self.loss_scale = loss_scale
-        self.name = bucket.spec.name
-        self.stage = Stage.FILLING
         self.level: Level = "to_owner"
-        self.outs: list[Any] = [None] * len(bucket.members)
-        self.pending: Pending | None = None
-        self.late: Late | None = None
         self.inner: Exchange | None = None
         self.owner = rank_state.placement.owner(bucket)
-        self.is_owned = rank_state.placement.owns(bucket)
-        self.next_step = rank_state.next_step(bucket)
-        self.begun_in = rank_state.round
+        self.is_owned = rank_state.owns(bucket)
         self._collective: Collective | None = None  # inside the node
-        self._missing = set(range(len(bucket.members)))
         self._vector: Array | None = None
 
-    @property
-    def dtype(self) -> str:
-        """Dtype of the computation."""
-        return self.next_step.dtype
+    def _note_begun(self) -> None:
+        """The owner notes the beginning with its exchange between nodes."""
+
+    def _first_state(self) -> BucketState:
+        return BucketState(self.bucket, {})  # on other ranks than the owner it has only the progress of the bucket
 
     @property
     def vector(self) -> Array:
         """The gradients of this rank, and later the result, in the order of the bucket's tensors [n]."""
         if self._vector is None:
-            work = Workspace(self.ops, self.rank_state.memory_of(self.name).scratch)
-            self._vector = work.buffer("node", self.bucket.spec.size, dtype_name(self.like), self.like)
+            work = Workspace(self.ops, self.memory.scratch)
+            self._vector = work.buffer("node", self.bucket.spec.size, self.dtype, self.like)
         return self._vector
 
     def _parts(self, vector: Array) -> list[Array]:
@@ -124,41 +112,19 @@ class NodeExchange:
 
     # -- the gradients --------------------------------------------------------------------------------------
 
-    def add(self, indices: Sequence[int], gradients: Sequence[Array], outs: Sequence[Any] | None = None) -> None:
-        """Add gradients; see :meth:`Exchange.add`.
-
-        Raises:
-            ValueError: a gradient does not have the size of its tensor, or the tensor already has a gradient.
-        """
+    def _take(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
+        # The result may overwrite the gradient, or is written to ``outs`` anyway, so no other buffer is needed
+        if len(self.outs) == 1 and self.outs[0].dtype == self.like.dtype:
+            self._vector = self.outs[0]
         for index, gradient in zip(indices, gradients, strict=True):
-            check_gradient(self.bucket.members[index], gradient, index not in self._missing)
-        if len(self.bucket.members) == 1:
-            # The result may overwrite the gradient, or is written to ``outs`` anyway, so no other buffer is needed
-            (vector,) = gradients if outs is None else outs
-            if vector.dtype == self.like.dtype:
-                self._vector = vector
-        for index, gradient, out in zip(indices, gradients, gradients if outs is None else outs, strict=True):
-            self.outs[index] = out
-            self._missing.discard(index)
             if self._vector is not gradient:
                 start, stop = self.bucket.spans[index]
                 self.ops.write(self.vector[start:stop], gradient, 1.0)
 
     @property
-    def is_full(self) -> bool:
-        """Whether all gradients have been added."""
-        return not self._missing
-
-    @property
     def finite(self) -> Flag:
         """Whether the sum is free of Inf and NaN. Only its owner knows."""
         return self.inner.finite if self.inner else True
-
-    def fill_missing(self) -> None:
-        """Add zeros for the tensors that have no gradient on this rank."""
-        missing = sorted(self._missing)
-        zeros = [self.ops.zeros(self.bucket.members[index].size, dtype_name(self.like), self.like) for index in missing]
-        self.add(missing, zeros)
 
     # -- the collectives ------------------------------------------------------------------------------------
 
@@ -178,10 +144,8 @@ class NodeExchange:
         return self.like
 
     def start(self) -> None:
-        """Start sending the gradients to the owner."""
-        if not self.is_full:
-            raise RuntimeError(self.describe_missing())
-        self.stage = Stage.RUNNING
+        """Start sending the gradients to the owner; see :meth:`Intake.start`."""
+        super().start()
         num_bytes = int(self.vector.nbytes)
         nothing = (0,) * self.levels.to_owner.world_size
         owners = tuple(num_bytes * (rank == self.owner) for rank in range(len(nothing)))
@@ -225,12 +189,13 @@ class NodeExchange:
         """Add the gradients of the node, and start to exchange the sum with the other nodes."""
         vector = self.vector
         gradients = [
-            vector if rank == self.owner else self.ops.from_bytes(piece, dtype_name(vector))
+            vector if rank == self.owner else self.ops.from_bytes(piece, self.dtype)
             for rank, piece in enumerate(pieces)
         ]
         total = self.ops.add_all(gradients, into_first=True)
         group = self.levels.between.group
-        self.inner = Exchange(Setup(self.rank_state, group, self.bucket, self.like, self.ops, self.loss_scale))
+        self.inner = Exchange(self.rank_state, group, self.bucket, self.like, self.ops, self.loss_scale)
+        self.state = self.inner.state
         self.level = "between"
         self.inner.add(range(len(self.outs)), self._parts(total), self._parts(vector))
         self.inner.start()
@@ -250,7 +215,7 @@ class NodeExchange:
     def _take_result(self, pieces: Sequence[Array]) -> None:
         """Write the result to :attr:`outs`."""
         if not self.is_owned:
-            self._vector = self.ops.from_bytes(pieces[self.owner], dtype_name(self.vector))
+            self._vector = self.ops.from_bytes(pieces[self.owner], self.dtype)
         for out, part in zip(self.outs, self._parts(self.vector), strict=True):
             if out is not part and out is not self.vector:
                 self.ops.write(out, part, 1.0)
@@ -259,38 +224,28 @@ class NodeExchange:
 
     # -- the commit -----------------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> BucketState:
-        """The state before the step. On other ranks than the owner it has only the progress of the bucket."""
-        return self.inner.state if self.inner else self.next_step.state or BucketState(self.bucket, {})
+    def new_slots(self, unused: Collection[str]) -> tuple[Slots, tuple[Slots, ...]]:
+        """Return ``slots`` and ``members`` of the state after the step."""
+        return self.inner.new_slots(unused) if self.inner else super().new_slots(unused)
 
-    def new_state(self, before: BucketState, unused: Collection[str] = ()) -> BucketState:
-        """Return the state after this step; see :meth:`Exchange.new_state`."""
+    def _sent(self) -> tuple[list[Array] | None, int]:
         # All ranks of a node must find the same elements, and only the owner knows the indices of the method
-        method = self.next_step.method
-        sent = nonzero(self.vector) if method.sparse and momentum.adapts(method) else None
-        if self.inner:
-            new = self.inner.new_state(before, unused, sent)
-            self.late = self.inner.late
-            return new
-        new, self.late = self.rank_state.progressed(self.next_step, before, unused, self.ops, sent)
-        return new
+        return [nonzero(self.vector)] if self.method.sparse else None, 1
 
     def close(self) -> None:
         """End the exchange after the commit."""
         if self.inner:
             self.inner.close()
         else:
-            self.rank_state.note_committed(self.name)
+            super().close()
         self.stage = Stage.CLOSED
 
     def abandon(self, fill: bool = False) -> None:
-        """End the exchange without effect; see :meth:`Exchange.abandon`."""
+        """End the exchange without effect; see :meth:`Part.abandon`."""
         if self.inner:
             self.inner.abandon()
+        super().abandon(fill)
         self.stage = Stage.CLOSED
-        for out in self.outs if fill else ():
-            out[:] = float("nan")
 
     # -- descriptions for messages --------------------------------------------------------------------------
 
@@ -304,7 +259,3 @@ class NodeExchange:
             return self.inner.describe_wait(count)
         owner = placement.nodes.ranks_of_node(placement.node)[self.owner]
         return f"the result of tensor {self.name!r} from rank {owner} of this node"
-
-    def describe_missing(self) -> str:
-        """Name the gradients that have not been added."""
-        return describe_missing(self.bucket, sorted(self._missing))

@@ -6,6 +6,7 @@ replaces all of them at once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 
 from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
 from hvdcompress.engine.fallback import PATIENCE, Fallback, Flush, Verdict
-from hvdcompress.engine.late import RENEWED, Late, stamp_of
+from hvdcompress.engine.late import Late
 from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.saving import origin, snapshot
@@ -23,8 +24,7 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.timing import StepTimes
 from hvdcompress.method import Array, Method, TensorSpec
-from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import feedback, momentum
+from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Grouping, Plan
 from hvdcompress.registry import get_method
 
@@ -68,7 +68,7 @@ class RankState:
 
     Attributes:
         states: {bucket name: state} of every bucket that was exchanged. The mapping is replaced, never modified.
-        memory: {bucket name: reused buffers}.
+        memory: {bucket name: reused buffers}, made when they are asked for.
         observers: receive every event; the first one is the ledger.
         trigger_requested: whether this rank requests that all ranks restart the phases of their methods.
         trigger_requests: names of the buckets whose method requested it in the last exchange.
@@ -91,7 +91,7 @@ class RankState:
         self.ledger = ledger or Ledger(world_size, rank)
         self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: Mapping[str, BucketState] = {}
-        self.memory: dict[str, Memory] = {}
+        self.memory: defaultdict[str, Memory] = defaultdict(Memory)
         self.trigger_requested = False
         self.trigger_requests: set[str] = set()
         self.paused = False
@@ -165,24 +165,6 @@ class RankState:
         phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
         return NextStep(bucket, state, method, phase, restart)
 
-    def state_of(self, planned: NextStep, like: Array, ops: Ops) -> BucketState:
-        """Return the state that an exchange starts from, zeros before the first one.
-
-        Args:
-            planned: the next step of the bucket.
-            like: an array on the gradients' device.
-            ops: the array ops of its library.
-
-        Raises:
-            ValueError: the shape of a tensor has changed.
-        """
-        bucket = planned.bucket
-        state = planned.state or BucketState.zeros(bucket, like, ops)
-        for before, now in zip(state.bucket.members, bucket.members, strict=True) if state.bucket is not bucket else ():
-            if before.shape != now.shape:
-                raise ValueError(f"tensor {now.name!r} had shape {before.shape} before and has {now.shape} now")
-        return state
-
     def note_begun(self, bucket: Bucket) -> None:
         """Report the beginning of an exchange to the observers.
 
@@ -194,87 +176,6 @@ class RankState:
         self._can_discard = True
         for observer in self.observers:
             observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
-
-    def note_committed(self, name: str) -> None:
-        """Report the end of a step of a bucket that was not exchanged on this rank."""
-        for observer in self.observers:
-            observer.committed(self.rank, name, {})
-
-    def memory_of(self, name: str) -> Memory:
-        """Return the reused buffers of a bucket."""
-        found = self.memory.get(name)
-        if found is None:
-            found = self.memory[name] = Memory()
-        return found
-
-    def note_sent(
-        self,
-        state: BucketState,
-        method: Method,
-        ops: Ops | None,
-        unused: Collection[str],
-        indices: list[Array] | None,
-        ranks: int = 1,
-    ) -> tuple[Late | None, Array | None]:
-        """Return what the optimizer's momentum is adapted to after an exchange, and the new ``BucketState.arrived``.
-
-        Args:
-            state: the state of the bucket before the step.
-            method: the method of the step.
-            ops: the array ops of the indices' library; None without indices.
-            unused: names of the tensors whose results no rank uses.
-            indices: as for :class:`Late`.
-            ranks: as for :class:`Late`.
-        """
-        if not momentum.adapts(method):
-            return None, None
-        by_age = method.sparse and not momentum.at_once(method) and self.tracks_ages is not False
-        if indices is None or not by_age:
-            return Late(state.bucket, method, indices, ranks=ranks), None
-        assert ops is not None
-        bucket = state.bucket
-        before: Any = state.arrived
-        if before is None:  # as if every element had been sent in the last step
-            before = ops.zeros(bucket.spec.size, "int8", indices[0])
-            before[:] = stamp_of(state.step)
-        arrived: Any = self.memory_of(bucket.spec.name).second_buffer("arrived", before, "int8", ops)
-        spans = bucket.spans if len(indices) > 1 else [(0, bucket.spec.size)]
-        now = stamp_of(state.step + 1)
-        ages = [
-            ops.stamp(before[start:stop], now, index, arrived[start:stop])
-            for index, (start, stop) in zip(indices, spans, strict=True)
-        ]
-        for member, (start, stop) in zip(bucket.members, bucket.spans, strict=True) if unused else ():
-            if member.name in unused:
-                arrived[start:stop] = before[start:stop] + 1  # without a gradient, no element waits longer
-        # A stamp is the step modulo 256. Renew old ones before they would look like recent ones
-        if state.step % RENEWED == 0:
-            arrived[now - arrived > momentum.MAX_WAIT] = stamp_of(state.step + 1 - momentum.MAX_WAIT)
-        return Late(bucket, method, indices, ages, ranks), arrived
-
-    def progressed(
-        self,
-        planned: NextStep,
-        before: BucketState,
-        unused: Collection[str],
-        ops: Ops | None = None,
-        index: Array | None = None,
-    ) -> tuple[BucketState, Late | None]:
-        """Return the state after a step of a bucket that was not exchanged on this rank, and what was sent.
-
-        Args:
-            planned: the step.
-            before: the state before it.
-            unused: names of the tensors whose results no rank uses.
-            ops: the array ops of the library of ``index``.
-            index: with two levels, the elements of the result of a sparse method that are not zero.
-        """
-        if self.uncompressed:
-            return before, None
-        late, arrived = self.note_sent(before, planned.method, ops, unused, None if index is None else [index])
-        flushed = self.is_flushed(before, unused)
-        after = replace(before, step=before.step + 1, restart=planned.restart, flushed=flushed, arrived=arrived)
-        return after, late
 
     # -- commit and undo ------------------------------------------------------------------------------------
 
@@ -291,19 +192,6 @@ class RankState:
         else:
             self._committed |= new.keys()
         self.states = {**self.states, **new}
-
-    def is_flushed(self, state: BucketState, unused: Collection[str], puts_back: bool = False) -> bool:
-        """Return ``BucketState.flushed`` after this step.
-
-        Args:
-            state: the state before the step.
-            unused: names of the tensors whose results no rank uses.
-            puts_back: whether the range of float16 has put a part of the results back into the residuals. With two
-                levels, the other ranks of the node do not know, so float16 gradients always wait.
-        """
-        waits = state.bucket.spec.dtype == "float16" if self.nodes else puts_back
-        waits |= any(member.name in unused for member in state.bucket.members)
-        return state.flushed or (self.fallback.flushes_all and not waits)
 
     def end_flush(self) -> None:
         """End a step that sent a share of the residuals."""

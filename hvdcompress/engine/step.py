@@ -55,12 +55,12 @@ from hvdcompress.engine.agreement import (
     text_of,
 )
 from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.commit import PassedThrough, commit_step
-from hvdcompress.engine.exchange import Exchange, Stage
+from hvdcompress.engine.commit import Part, commit_step
+from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.intake import Stage
 from hvdcompress.engine.levels import Level, Levels, NodeExchange
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.safety.alarm import common_error
-from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
@@ -193,7 +193,7 @@ class Step:
         self._done: list[Exchange | NodeExchange] = []  # in stage REDUCED
         self._to_return: deque[NodeExchange] = deque()  # not on the way from the owner yet, in the order of their start
         self._returning: deque[NodeExchange] = deque()  # on the way from the owner, oldest first
-        self._passed_through: list[PassedThrough] = []  # gradients that the framework reduces
+        self._passed_through: list[Part] = []  # gradients that the framework reduces
         self._first_status: Pending | None = None  # the status that was sent and not received yet
         self._error_text = ""  # the error that the sent status reported
         self._requested_trigger = False  # whether the status carried a request of this rank for a trigger
@@ -234,8 +234,8 @@ class Step:
             if self.levels:
                 exchange = NodeExchange(self.rank_state, self.levels, bucket, like, ops, self.loss_scale)
             else:
-                setup = Setup(self.rank_state, self.collectives.group, bucket, like, ops, self.loss_scale)
-                exchange = Exchange(setup)
+                group = self.collectives.group
+                exchange = Exchange(self.rank_state, group, bucket, like, ops, self.loss_scale)
             self.exchanges[bucket.spec.name] = exchange
         exchange.add(indices, gradients, outs)
         if exchange.is_full:
@@ -274,7 +274,9 @@ class Step:
             like: an array on the gradient's device.
         """
         ops = self.framework.ops(like)
-        self._passed_through.append(PassedThrough(self.rank_state, bucket, like, ops, gradient.detach()))
+        part = Part(self.rank_state, bucket, like, ops)
+        part.outs = [gradient.detach()]
+        self._passed_through.append(part)
 
     @IGNORE_FLOAT_WARNINGS
     def check_finite(self, gradient: Array) -> None:
@@ -523,9 +525,9 @@ class Step:
 
     def abandon(self) -> None:
         """Undo a failed step: states stay as they were."""
-        for name, exchange in self.exchanges.items():
+        for exchange in self.exchanges.values():
             exchange.abandon()
-            self.rank_state.memory_of(name).clear_scratch()  # an abandoned collective may still write to these buffers
+            exchange.memory.clear_scratch()  # an abandoned collective may still write to these buffers
         # The status carried the request, but no rank acted on it
         self.rank_state.trigger_requested |= self._requested_trigger
 

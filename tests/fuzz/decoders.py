@@ -25,7 +25,6 @@ from hvdcompress.engine.commit import commit_step
 from hvdcompress.engine.exchange import Exchange, ExchangeError
 from hvdcompress.engine.lockstep import carry_out
 from hvdcompress.engine.saving import checkpoint
-from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, TensorSpec
@@ -112,7 +111,7 @@ class Tampered:
 
     def _started(self, rank: int, out: Any) -> Exchange:
         gradient = self.gradients[rank].copy()
-        exchange = Exchange(Setup(self.ranks[rank], Group(rank, 2), self.bucket, gradient, fast))
+        exchange = Exchange(self.ranks[rank], Group(rank, 2), self.bucket, gradient, fast)
         exchange.add([0], [gradient], [out])
         exchange.start()
         return exchange

@@ -25,10 +25,9 @@ import numpy as np
 
 from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import has_headers, lift, lower, received_lengths
-from hvdcompress.engine.commit import PassedThrough, commit_step
+from hvdcompress.engine.commit import Part, commit_step
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
-from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group
@@ -138,9 +137,8 @@ class Segments:
                 # A float64 value beyond the range of float32 becomes Inf, and the step is then treated as non-finite
                 with np.errstate(over="ignore"):
                     vector = gradient.astype(self.rank_state.next_step(bucket).dtype, copy=False)
-                self.exchanges[name] = exchange = Exchange(
-                    Setup(self.rank_state, self.group, bucket, vector, fast, scale)
-                )
+                exchange = Exchange(self.rank_state, self.group, bucket, vector, fast, scale)
+                self.exchanges[name] = exchange
                 exchange.add([0], [vector], [None])
                 exchange.start()
                 finite = exchange.finite
@@ -178,7 +176,7 @@ class Segments:
                 collective = exchange.collective
                 if (found := round_of(collective)) != planned:
                     raise RuntimeError(
-                        f"tensor {name!r}: method {exchange.setup.method.id!r} yields {found}, but {planned} in the "
+                        f"tensor {name!r}: method {exchange.method.id!r} yields {found}, but {planned} in the "
                         "rehearsal: its collectives must not depend on the values of the gradient"
                     )
                 payload, splits = self._outgoing(name, collective)
@@ -255,10 +253,10 @@ class Segments:
         waiting = list(self.exchanges.values())
         return waiting[0].describe_wait(len(waiting)) if waiting else None
 
-    def _pass_on(self, bucket: Bucket) -> PassedThrough:
+    def _pass_on(self, bucket: Bucket) -> Part:
         """Tell the engine that the stock all-reduce reduces a bucket."""
         self._sent(bucket.spec.name, Sent("AllReduce", None, 4 * bucket.spec.size))
-        return PassedThrough(self.rank_state, bucket, _EMPTY, fast)
+        return Part(self.rank_state, bucket, _EMPTY, fast)
 
     def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
         """Raise the failure, if there is one, as soon as no rank waits for another one.
