@@ -21,9 +21,8 @@ import hvdcompress.ops
 from hvdcompress.engine import late, lockstep
 from hvdcompress.engine.agreement import SharedConfig, Status
 from hvdcompress.engine.arrays import plain_array
-from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import Op
-from hvdcompress.engine.levels import Levels
+from hvdcompress.engine.levels import network_over
 from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
@@ -110,8 +109,9 @@ class Loopback:
         steps: list[Step] = []
         for rank in self.ranks:
             rank.begin_round()
-            collectives = network.of_rank(rank, self.world_size, self.nodes)
-            step = Step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
+            transport = _Transport(network, "world", rank.rank, self.world_size)
+            over = network_over(transport, rank.observers, self.nodes)
+            step = Step(rank, over, SharedConfig({}, {}), framework=self._framework)
             step.loss_scale = scale
             step.factor = 1.0 / self.world_size if op == "average" else 1.0
             steps.append(step)
@@ -373,19 +373,6 @@ class _Network:
     requests: dict[tuple[str, str], dict[int, Request]] = field(default_factory=dict)
     results: dict[tuple[str, str, int], Array] = field(default_factory=dict)
 
-    def of_rank(self, rank: RankState, world_size: int, nodes: Nodes | None) -> Collectives | Levels:
-        """Return the collectives of a rank."""
-        world = _Transport(self, "world", rank.rank, world_size)
-        if nodes is None:
-            return Collectives(world, rank.observers)
-        node, local_rank = nodes.node_of(rank.rank), nodes.local_rank(rank.rank)
-        parts = (
-            _Transport(self, f"to the owner on node {node}", local_rank, nodes.local_size),
-            _Transport(self, f"between nodes, {local_rank}", node, nodes.num_nodes),
-            _Transport(self, f"from the owner on node {node}", local_rank, nodes.local_size),
-        )
-        return Levels.over(world, parts, rank.observers)
-
 
 class _Transport:
     """Transport of one rank of a group. It performs a collective when all ranks of the group have started it.
@@ -402,6 +389,16 @@ class _Transport:
         self.group = group
         self.rank = rank
         self.world_size = world_size
+
+    def split(self, nodes: Nodes) -> list[_Transport]:
+        """Return transports to the owners of a node, between nodes, and from the owners of a node."""
+        node = nodes.node_of(self.rank)
+        local_rank = nodes.local_rank(self.rank)
+        return [
+            _Transport(self.network, f"to the owner on node {node}", local_rank, nodes.local_size),
+            _Transport(self.network, f"between nodes, {local_rank}", node, nodes.num_nodes),
+            _Transport(self.network, f"from the owner on node {node}", local_rank, nodes.local_size),
+        ]
 
     def start(self, name: str, request: Request) -> str:
         """Start a collective."""

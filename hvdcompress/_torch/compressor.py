@@ -17,10 +17,9 @@ from hvdcompress._torch.framework import TorchFramework, to_host
 from hvdcompress._torch.optimizers import Waiting, describe_adaptation, install, needs_ages, undo, waiting_of
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import SharedConfig
-from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import Op
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.levels import Levels
+from hvdcompress.engine.levels import Network
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.saving.snapshot import Ages
@@ -273,7 +272,7 @@ class TensorCompressor(compressor.Compressor):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
+    def _new_step(self, network: Network, config: SharedConfig, agree: Agree) -> Step:
         self._framework.begin()
         undo()  # an optimizer's step has failed, or was interrupted
         step = super()._new_step(network, config, agree)

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress.ddp.transport import ProcessGroupTransport, connect
-from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.levels import Levels
+from hvdcompress.engine.levels import Network, network_over
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.plan import IN_ORDER, Plan
@@ -42,7 +41,7 @@ class GroupCompressor(TensorCompressor):
         )
         self._parent = parent
         self._transport: ProcessGroupTransport | None = None
-        self._network: Collectives | Levels | None = None  # the collectives over the transport
+        self._network: Network | None = None  # the collectives over the transport
 
     def close(self) -> None:
         """Free the Compressor's process group. Call it between steps."""
@@ -57,13 +56,9 @@ class GroupCompressor(TensorCompressor):
         """
         if self._transport:
             return
-        observers = self.rank_state.observers
         nodes = self.rank_state.nodes
         transport = connect(self._parent, device, self.watchdog, nodes)
-        if nodes is None:
-            self._network = Collectives(transport, observers)
-        else:
-            self._network = Levels.over(transport, transport.split(nodes), observers)
+        self._network = network_over(transport, self.rank_state.observers, nodes)
         self._transport = transport
 
     def _exchange(self, add: Callable[[Step], None], factor: float) -> Step:

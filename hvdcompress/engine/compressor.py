@@ -13,9 +13,8 @@ import numpy as np
 
 from hvdcompress.engine import late
 from hvdcompress.engine.agreement import SharedConfig
-from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.fallback import SPREAD, Verdict
-from hvdcompress.engine.levels import Levels
+from hvdcompress.engine.levels import Network
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
 from hvdcompress.engine.rehearsal import gathers
 from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
@@ -185,10 +184,10 @@ class Compressor(ABC):
         """Return whether the ranks of this Compressor are gone, as after a reset of elastic training."""
         return False
 
-    def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
+    def _new_step(self, network: Network, config: SharedConfig, agree: Agree) -> Step:
         """Return a step with the current loss scale, whose error is deferred."""
         step = Step(self.rank_state, network, config, agree, self._framework)
-        with step.defer_errors:
+        with step.defer_errors():
             step.loss_scale = self._current_loss_scale()
         return step
 

@@ -1,8 +1,8 @@
 """Intake of gradients: the one pass over memory that each gradient makes when it enters an exchange.
 
 The pass adds the residual, checks for Inf and NaN, and computes the statistics that the method requests
-(``Method.scan``). It processes about a million elements at a time, while they are in the CPU cache; on a device, and for
-many small gradients, the whole bucket in one go.
+(``Method.scan``). It processes about a million elements at a time, while they are in the CPU cache; on a device, and
+for many small gradients, the whole bucket in one go.
 """
 
 from __future__ import annotations

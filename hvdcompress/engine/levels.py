@@ -13,8 +13,7 @@ network its collective belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from hvdcompress.engine.bucket_state import BucketState
@@ -23,44 +22,44 @@ from hvdcompress.engine.commit import Slots
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.intake import Intake, Stage
 from hvdcompress.engine.late import nonzero
+from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.engine.transport import Transport
 from hvdcompress.method import AllGather, AllToAll, Array, Collective, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag
 from hvdcompress.plan import Bucket
 
-Level = Literal["to_owner", "between", "from_owner"]
+Level = Literal["world", "to_owner", "between", "from_owner"]
+
+Network = Mapping[Level, Collectives]
+"""The collectives of one rank, by the ranks that take part.
+
+"world": all ranks: statuses and errors. "between": the ranks that exchange a bucket between nodes; with one level, all
+ranks. "to_owner": the ranks of this node: gradients. "from_owner": the ranks of this node: results. They have
+collectives of their own, because on ordered networks results and gradients must not wait for each other.
+"""
 
 
-@dataclass(frozen=True)
-class Levels:
-    """The collectives of one rank, by the ranks that take part.
+def network_over(transport: Any, observers: Sequence[Observer], nodes: Nodes | None = None) -> Network:
+    """Return the collectives of one rank over a transport.
 
-    Attributes:
-        world: all ranks: statuses and errors.
-        to_owner: the ranks of this node: gradients.
-        between: the ranks with the same local rank on all nodes.
-        from_owner: the ranks of this node: results. They have collectives of their own, because on ordered networks
-            results and gradients must not wait for each other.
+    Args:
+        transport: the :class:`Transport` of all ranks. With two levels, its ``split(nodes)`` returns transports to the
+            owner, between nodes, and from the owner.
+        observers: receive the events.
+        nodes: the nodes; None for one level.
     """
-
-    world: Collectives
-    to_owner: Collectives
-    between: Collectives
-    from_owner: Collectives
-
-    @classmethod
-    def over(cls, world: Transport, parts: Sequence[Transport], observers: Sequence[Observer]) -> Levels:
-        """Return the collectives over transports of all ranks, to the owner, between nodes, and from the owner."""
-        to_owner, between, from_owner = parts
-        return cls(
-            Collectives(world, observers),
-            Collectives(to_owner, observers, world.rank, inside_node=True),
-            Collectives(between, observers, world.rank),
-            Collectives(from_owner, observers, world.rank, inside_node=True),
-        )
+    world = Collectives(transport, observers)
+    if nodes is None:
+        return {"world": world, "between": world}
+    to_owner, between, from_owner = transport.split(nodes)
+    return {
+        "world": world,
+        "to_owner": Collectives(to_owner, observers, world.rank, inside_node=True),
+        "between": Collectives(between, observers, world.rank),
+        "from_owner": Collectives(from_owner, observers, world.rank, inside_node=True),
+    }
 
 
 class NodeExchange(Intake):
@@ -68,7 +67,7 @@ class NodeExchange(Intake):
 
     Args:
         rank_state: this rank's state; its placement says which rank owns the bucket.
-        levels: the collectives of this rank.
+        network: the collectives of this rank.
         bucket: the bucket.
         like: an array on the gradients' device, in the working dtype.
         ops: the array ops of the gradients' library.
@@ -80,11 +79,11 @@ class NodeExchange(Intake):
     """
 
     def __init__(
-        self, rank_state: RankState, levels: Levels, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0
+        self, rank_state: RankState, network: Network, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0
     ):
         super().__init__(rank_state, bucket, like, ops)
         assert rank_state.placement is not None
-        self.levels = levels
+        self.network = network
         self.loss_scale = loss_scale
         self.level: Level = "to_owner"
         self.inner: Exchange | None = None
@@ -147,7 +146,7 @@ class NodeExchange(Intake):
         """Start sending the gradients to the owner; see :meth:`Intake.start`."""
         super().start()
         num_bytes = int(self.vector.nbytes)
-        nothing = (0,) * self.levels.to_owner.world_size
+        nothing = (0,) * self.network["to_owner"].world_size
         owners = tuple(num_bytes * (rank == self.owner) for rank in range(len(nothing)))
         if self.is_owned:
             others = tuple(num_bytes - each for each in owners)
@@ -157,10 +156,10 @@ class NodeExchange(Intake):
 
     def known_lengths(self) -> tuple[int, ...] | None:
         """Return the bytes of all payloads of the current all-gather; see :meth:`Exchange.known_lengths`."""
-        if self.level == "between":
+        if self.level != "from_owner":
             return self.inner.known_lengths() if self.inner else None
         num_bytes = int(self.vector.nbytes)
-        return tuple(num_bytes * (rank == self.owner) for rank in range(self.levels.from_owner.world_size))
+        return tuple(num_bytes * (rank == self.owner) for rank in range(self.network["from_owner"].world_size))
 
     def note_lengths(self, lengths: Sequence[int]) -> None:
         """Remember payload lengths; see :meth:`Exchange.note_lengths`."""
@@ -193,7 +192,7 @@ class NodeExchange(Intake):
             for rank, piece in enumerate(pieces)
         ]
         total = self.ops.add_all(gradients, into_first=True)
-        group = self.levels.between.group
+        group = self.network["between"].group
         self.inner = Exchange(self.rank_state, group, self.bucket, self.like, self.ops, self.loss_scale)
         self.state = self.inner.state
         self.level = "between"

@@ -33,7 +33,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -54,11 +53,11 @@ from hvdcompress.engine.agreement import (
     peer_error,
     text_of,
 )
-from hvdcompress.engine.collectives import Collectives, Pending
+from hvdcompress.engine.collectives import Pending
 from hvdcompress.engine.commit import Part, commit_step
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.intake import Stage
-from hvdcompress.engine.levels import Level, Levels, NodeExchange
+from hvdcompress.engine.levels import Network, NodeExchange
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.safety.alarm import common_error
 from hvdcompress.engine.state import RankState
@@ -115,39 +114,18 @@ class Framework:
 IGNORE_FLOAT_WARNINGS = np.errstate(all="ignore")
 
 
-class DeferErrors:
-    """Context manager that stores an exception as the error of the step.
-
-    A class and not a generator, because hooks enter it once per gradient and it is created once per step.
-    """
-
-    def __init__(self, step: Step):
-        self.step = weakref.ref(step)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        step = self.step()
-        if not isinstance(error, Exception) or step is None:
-            return False
-        step.fail(error)
-        return True
-
-
 class Step:
     """The exchanges of one step on one rank.
 
     Args:
         local: the state of this rank.
-        network: the collectives of all ranks; with two levels, the :class:`Levels` of this rank.
+        network: the collectives of this rank, of :func:`~hvdcompress.engine.levels.network_over`.
         config: plan and tensors, which must be equal on all ranks.
         agree: when the ranks agree; None if the driver compares the status itself.
         framework: the functions of the driver's framework.
 
     Attributes:
         collectives: the collectives of all ranks.
-        levels: the collectives by level; None with one level.
         exchanges: {bucket name: exchange}.
         loss_scale: the factor by which the loss was multiplied. Set it before the first gradient.
         error: the first deferred error of this rank; the status tells the other ranks.
@@ -157,8 +135,6 @@ class Step:
         votes: timings of this rank for the fallback, sent with its last status; all ranks send equally many.
         max_votes: the maximum of each vote over all ranks, after the step.
         checksums: {name: checksum} of this rank, after :meth:`status`, in a step that compares checksums.
-        defer_errors: ``with step.defer_errors:`` stores an exception in ``error`` instead of raising it, until the
-            ranks agree.
         unused: names of the tensors whose results no rank uses; their state is kept.
         finite: whether no rank had an Inf or a NaN, as far as this rank knows. Its own gradients are included after
             :meth:`status`.
@@ -167,14 +143,14 @@ class Step:
     def __init__(
         self,
         local: RankState,
-        network: Collectives | Levels,
+        network: Network,
         config: SharedConfig,
         agree: Agree | None = None,
         framework: Framework = Framework(),  # noqa: B008  (it has no state)
     ):
         self.rank_state = local
-        self.levels = network if isinstance(network, Levels) else None
-        self.collectives = network.world if isinstance(network, Levels) else network
+        self.network = network
+        self.collectives = network["world"]
         self.agree = agree
         self.framework = framework
         self.config = replace(config, plan={**config.plan, "paused": True}) if local.paused else config
@@ -200,9 +176,8 @@ class Step:
         self._device_flags: dict[Any, Flag] = {}  # {device: whether its gradients are finite}, not read yet
         # Whether another status of this step follows, which will report errors. With two levels, a second one tells
         # whether the sums of the nodes are finite
-        self._agrees_again = bool(self.levels) and agree is Agree.BEFORE_WAITING
+        self._agrees_again = local.nodes is not None and agree is Agree.BEFORE_WAITING
         self._last_poll = 0.0  # time of the last poll()
-        self.defer_errors = DeferErrors(self)
 
     # -- adding gradients ----------------------------------------------------------------------------------
 
@@ -230,12 +205,11 @@ class Step:
         exchange = self.exchanges.get(bucket.spec.name)
         if exchange is None:
             like = gradients[0]
-            ops = self.framework.ops(like)
-            if self.levels:
-                exchange = NodeExchange(self.rank_state, self.levels, bucket, like, ops, self.loss_scale)
+            given = (bucket, like, self.framework.ops(like), self.loss_scale)
+            if self.rank_state.nodes:
+                exchange = NodeExchange(self.rank_state, self.network, *given)
             else:
-                group = self.collectives.group
-                exchange = Exchange(self.rank_state, group, bucket, like, ops, self.loss_scale)
+                exchange = Exchange(self.rank_state, self.collectives.group, *given)
             self.exchanges[bucket.spec.name] = exchange
         exchange.add(indices, gradients, outs)
         if exchange.is_full:
@@ -324,10 +298,13 @@ class Step:
         """Store an error of this rank, which the next status reports to all ranks. Only the first error is kept."""
         self.error = self.error or error
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a gradient was added."""
-        return bool(self.exchanges)
+    @contextlib.contextmanager
+    def defer_errors(self) -> Iterator[None]:
+        """Context manager that stores an exception in :attr:`error`, until the ranks agree, instead of raising it."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
 
     @property
     def is_busy(self) -> bool:
@@ -356,7 +333,7 @@ class Step:
         scale = self.loss_scale if self.error is None else 1.0
         self.checksums = self.framework.checksums(self.rank_state) if self.rank_state.verifies() else {}
         # Each rank of a node has the state of other tensors, so checksums are compared after the status then
-        state = self.config.fingerprint(steps, {} if self.levels else self.checksums)
+        state = self.config.fingerprint(steps, {} if self.rank_state.nodes else self.checksums)
         return Status(
             self.error is not None, not self.finite, self._requested_trigger, self.rank_state.replaced, state, scale
         )
@@ -364,14 +341,12 @@ class Step:
     def send_status(self) -> None:
         """Start sending this rank's status to all ranks, without waiting."""
         if self.agree is Agree.BEFORE_WAITING:
-            with self.defer_errors:
+            with self.defer_errors():
                 self._refuse_missing()
         self._error_text = text_of(self.error)
         votes = self.votes if self.agree is Agree.BEFORE_WAITING else []
-        self._first_status = self._send_numbers(0, [*self.status().numbers(), *votes])
-
-    def _send_numbers(self, round: int, numbers: list[float]) -> Pending:
-        return self.collectives.start("status", round, AllReduce(np.array(numbers, np.float64), "max"))
+        numbers = np.array([*self.status().numbers(), *votes], np.float64)
+        self._first_status = self.collectives.start("status", 0, AllReduce(numbers, "max"))
 
     @IGNORE_FLOAT_WARNINGS
     def receive_status(self) -> None:
@@ -407,9 +382,8 @@ class Step:
             raise self.error
         self.apply_status(status)
         # Only now is it certain that all ranks are at the same step, and so compare in the same one
-        if self.levels and self.rank_state.verifies():
+        if self.rank_state.nodes and self.rank_state.verifies():
             texts = self.collectives.gather_text("verify", json.dumps(self.checksums))
-            assert self.rank_state.nodes is not None
             sums = [json.loads(text) for text in texts]
             verify.compare(sums, self.rank_state.steps_done(), self.rank_state.nodes.local_size)
 
@@ -459,7 +433,7 @@ class Step:
         self._wait_for_status()
         if self._agrees_again:
             # The owners see only now whether the sums are finite, and run the methods. So the ranks agree again
-            with self.defer_errors:
+            with self.defer_errors():
                 self._receive_sums()
             self._agrees_again = False
             self.send_status()
@@ -469,9 +443,8 @@ class Step:
         # The first status was sent before the gradients, so only the last one can tell whether they are finite
         if self.agree is Agree.FIRST_AND_LAST:
             self._read_device_flags()
-            last = self._send_numbers(1, [float(not self.finite), *self.votes, *map(float, self.used or ())])
-            self.collectives.advance(last)
-            non_finite, *others = self.collectives.result(last).tolist()
+            last = np.array([not self.finite, *self.votes, *(self.used or ())], np.float64)
+            non_finite, *others = self.collectives.run("status", AllReduce(last, "max"), 1).tolist()
             self.max_votes = others[: len(self.votes)]
             everyones_use = others[len(self.votes) :]
             self.finite = not non_finite
@@ -485,7 +458,7 @@ class Step:
         # that failed may never start its part.
         if self.agree is Agree.BEFORE_WAITING:
             while self._first_status and not self.collectives.ready(self._first_status):
-                with self.defer_errors:
+                with self.defer_errors():
                     self._advance_any()
         self.receive_status()
 
@@ -545,9 +518,6 @@ class Step:
         self.finite &= all(map(bool, self._device_flags.values()))
         self._device_flags.clear()
 
-    def _network(self, level: Level) -> Collectives:
-        return getattr(self.levels, level) if self.levels else self.collectives
-
     def _submit(self, exchange: Exchange | NodeExchange) -> None:
         """Start the collective that an exchange waits for; or note that it can be delivered, or returned."""
         if exchange.stage is Stage.REDUCED:
@@ -561,7 +531,7 @@ class Step:
     def _start_collective(self, exchange: Exchange | NodeExchange) -> None:
         assert exchange.collective is not None
         given = exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.x, exchange.known_lengths()
-        exchange.pending = self._network(exchange.level).start(*given)
+        exchange.pending = self.network[exchange.level].start(*given)
 
     def _return_results(self) -> None:
         """Start sending the results that are available, in the order in which all ranks of the node started them."""
@@ -591,7 +561,7 @@ class Step:
         """Wait for the collective of an exchange, resume the exchange, and start its next collective."""
         assert exchange.pending is not None
         level = exchange.level
-        network = self._network(level)
+        network = self.network[level]
         if not network.advance(exchange.pending):
             # Only the lengths of an all-gather have arrived; its payloads are in flight now
             self._in_flight.append(exchange)
@@ -606,7 +576,7 @@ class Step:
             self._submit(exchange)
 
     def _is_ready(self, exchange: Exchange | NodeExchange) -> bool:
-        return exchange.pending is not None and self._network(exchange.level).ready(exchange.pending)
+        return exchange.pending is not None and self.network[exchange.level].ready(exchange.pending)
 
     def _advance_any(self) -> None:
         """Advance one exchange whose collective is done. If there is none, let the transport work for a moment."""
@@ -621,10 +591,7 @@ class Step:
             self.collectives.idle(waiting)
 
     def _deliver_done(self) -> None:
+        """Write the results of exchanges in stage REDUCED. Their new states are kept only by :meth:`close`."""
         while self._done and self.factor is not None:
-            self._deliver(self._done.pop(), self.factor)
-
-    def _deliver(self, exchange: Exchange | NodeExchange, factor: float) -> None:
-        """Write the results of an exchange. Its new state is kept only by :meth:`close`."""
-        exchange.deliver(factor)
-        self._return_results()
+            self._done.pop().deliver(self.factor)
+            self._return_results()

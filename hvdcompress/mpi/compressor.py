@@ -37,7 +37,7 @@ from hvdcompress.engine.agreement import SharedConfig, compare_configs, peer_err
 from hvdcompress.engine.arrays import PLAIN, plain_array  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
 from hvdcompress.engine.compressor import Op  # noqa: E402
-from hvdcompress.engine.levels import Levels  # noqa: E402
+from hvdcompress.engine.levels import network_over  # noqa: E402
 from hvdcompress.engine.nodes import Location, find_nodes  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
@@ -97,9 +97,8 @@ class Compressor(compressor.Compressor):
         with self.watchdog.rendezvous("every rank's Compressor"):
             self._transport = MPITransport(comm)
             self._finalizer = weakref.finalize(self, self._transport.alarms.stop_listening)
-            self._collectives = Collectives(self._transport, self.rank_state.observers)
             message = json.dumps([str(error) if error else "", plan.to_dict(), self.watchdog.endpoint()])
-            everyone = self._collectives.gather_text("plan", message)
+            everyone = Collectives(self._transport, self.rank_state.observers).gather_text("plan", message)
         errors, plans, addresses = zip(*map(json.loads, everyone), strict=True)
         if error:
             raise error
@@ -109,10 +108,7 @@ class Compressor(compressor.Compressor):
         self.watchdog.set_peers(addresses)
         if plan.nodes == "auto":
             self._use_nodes(_locate(comm))
-        nodes = self.rank_state.nodes
-        self._network: Collectives | Levels = self._collectives
-        if nodes:
-            self._network = Levels.over(self._transport, self._transport.split(nodes), self.rank_state.observers)
+        self._network = network_over(self._transport, self.rank_state.observers, self.rank_state.nodes)
 
     def close(self) -> None:
         """Free the Compressor's communicators; collective. Without this call, they are kept until MPI is finalized."""
