@@ -19,7 +19,6 @@ from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.compressor import Op
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.levels import Network
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.saving.snapshot import Ages
@@ -146,7 +145,6 @@ class TensorCompressor(compressor.Compressor):
         specs = self._group({})
         self._config = SharedConfig(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         self.rank_state.warn_about_unused(specs)
-        self._step: Step | None = None  # the open step; None between steps
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._frozen: frozenset[str] = frozenset()  # names of the parameters that do not require a gradient any more
         self._warm_up(specs)
@@ -203,7 +201,7 @@ class TensorCompressor(compressor.Compressor):
         """
         parameter = self.parameters[name]
         shape = spec_of(name, parameter).shape
-        flat = self.rank_state.residual(name) if name in self.rank_state.names() else None
+        flat = self.rank_state.flat_residual(name) if name in self.rank_state.names() else None
         if flat is None:
             return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
         return torch.as_tensor(flat, device=parameter.device).clone().reshape(shape)
@@ -266,16 +264,12 @@ class TensorCompressor(compressor.Compressor):
         """Return whether a step is under way: it has gradients, and has not ended."""
         return self._step is not None
 
-    def _waits_for(self) -> str | None:
-        step = self._step
-        return step.waits_for() if step else None
-
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _new_step(self, network: Network, config: SharedConfig, agree: Agree) -> Step:
+    def _open_step(self, config: SharedConfig, agree: Agree) -> Step:
         self._framework.begin()
         undo()  # an optimizer's step has failed, or was interrupted
-        step = super()._new_step(network, config, agree)
+        step = super()._open_step(config, agree)
         step.unused = set(self._frozen)
         return step
 

@@ -272,7 +272,7 @@ class Compressor(GroupCompressor):
     def _run_step(self, add: Callable[[Step], None], factor: float) -> None:
         self._connect(next(iter(self.parameters.values())).device)
         self.rank_state.begin_round()
-        self._end_step(self._exchange(add, factor))
+        self._end_step(self._run_ordered(self._config, factor, add))
 
     def _add_all(self, step: Step, arrivals: Iterator[Arrival]) -> None:
         """Give the gradients to the engine, bucket by bucket as they arrive."""

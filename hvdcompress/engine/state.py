@@ -204,7 +204,7 @@ class RankState:
             return
         fallback.verdict = Verdict.DENSE
         names = [name for state in states if feedback.RESIDUAL in state.slots for name in _names(state.bucket)]
-        if left := [name for name in names if bool(self.residual(name).any())]:  # type: ignore[union-attr]
+        if left := [name for name in names if bool(self.flat_residual(name).any())]:  # type: ignore[union-attr]
             log.warn_once(
                 f"rank {self.rank} drops the residuals of {log.first_names(left)}: they had no gradient for "
                 f"{fallback.num_flushed} steps, or exceeded the range of float16"
@@ -359,7 +359,7 @@ class RankState:
                     return state, index
         raise KeyError(f"no tensor {name!r} was exchanged so far; known: {', '.join(sorted(self.names())) or 'none'}")
 
-    def residual(self, name: str) -> Array | None:
+    def flat_residual(self, name: str) -> Array | None:
         """Return the residual of one tensor as a flat view, float32 [n]; None if the method keeps no residual.
 
         Raises:
@@ -369,6 +369,17 @@ class RankState:
         start, stop = state.bucket.spans[index]
         residual = state.slots.get(feedback.RESIDUAL)
         return None if residual is None else residual[start:stop]
+
+    def residual(self, name: str) -> np.ndarray[Any, Any]:
+        """Return a copy of the residual of one tensor, in its shape; zeros if the method keeps none.
+
+        Raises:
+            KeyError: no tensor of that name was exchanged.
+        """
+        state, index = self.find(name)
+        shape = state.bucket.members[index].shape
+        flat = self.flat_residual(name)
+        return np.zeros(shape, np.float32) if flat is None else np.array(flat).reshape(shape)
 
     def num_state_bytes(self) -> int:
         """Return the bytes of memory held for state, including second buffers."""

@@ -408,6 +408,8 @@ class Step:
             PeerError: another rank failed, or the ranks disagree.
             Exception: the error of this rank.
         """
+        transport: Any = self.collectives.transport
+        transport.begin()
         mine = self.error  # the status reports this one; an error after the status needs the alarm
         try:
             self.send_status()
@@ -420,7 +422,7 @@ class Step:
             self.finish()
         except Exception as caught:
             self.abandon()
-            raised = common_error(self.collectives.transport, caught, mine)
+            raised = common_error(transport, caught, mine)
             raise raised from raised.__cause__
 
     @IGNORE_FLOAT_WARNINGS

@@ -40,7 +40,7 @@ from hvdcompress.engine.compressor import Op  # noqa: E402
 from hvdcompress.engine.levels import network_over  # noqa: E402
 from hvdcompress.engine.nodes import Location, find_nodes  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
-from hvdcompress.engine.step import Agree, Step  # noqa: E402
+from hvdcompress.engine.step import Step  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
 from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of  # noqa: E402
@@ -93,7 +93,6 @@ class Compressor(compressor.Compressor):
             plan = plan_of("none")
         super().__init__(plan, comm.rank, comm.size, loss_scale)
         self._tensors: _Tensors | None = None  # the tensors of the last step
-        self._step: Step | None = None  # the open step; None between steps
         with self.watchdog.rendezvous("every rank's Compressor"):
             self._transport = MPITransport(comm)
             self._finalizer = weakref.finalize(self, self._transport.alarms.stop_listening)
@@ -120,7 +119,6 @@ class Compressor(compressor.Compressor):
     @deferred()
     def _allreduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
         began = time.perf_counter()
-        self._transport.begin()
         self.rank_state.begin_round()
         placement = self.rank_state.placement
         error: Exception | None = None
@@ -133,18 +131,16 @@ class Compressor(compressor.Compressor):
             # Raised here, it would leave the other ranks waiting for the status of this one. step.run() raises it
             # after it has told them
             error = caught
-        step = self._step = self._new_step(self._network, tensors.config, Agree.FIRST_AND_LAST)
-        step.error = error or step.error
-        step.factor = 1.0 / self.rank_state.world_size if op == "average" else 1.0
+        factor = 1.0 / self.rank_state.world_size if op == "average" else 1.0
         try:
-            step.run(lambda: self._add_all(step, tensors, given, outs))
+            step = self._run_ordered(
+                tensors.config, factor, lambda step: self._add_all(step, tensors, given, outs), error
+            )
         except BaseException:
             # A rank that failed early has chosen no owners for new tensors, so no rank may keep its choice
             self.rank_state.placement = placement
             self._tensors = None
             raise
-        finally:
-            self._step = None
         self._end_step(step)
         self.rank_state.note_step(began, time.perf_counter())
         self.rank_state.warn_about_unused()
@@ -184,25 +180,7 @@ class Compressor(compressor.Compressor):
             self._tensors = _Tensors(given, tuple(buckets), config)
         return self._tensors
 
-    def _waits_for(self) -> str | None:
-        step = self._step
-        return step.waits_for() if step else None
-
     # -- state ----------------------------------------------------------------------------------------------
-
-    def residual(self, name: str) -> Array:
-        """Return a copy of this rank's residual of a tensor, in the tensor's shape; zeros if the method keeps none.
-
-        Args:
-            name: the tensor's name.
-
-        Raises:
-            KeyError: no tensor with this name has been reduced.
-        """
-        state, index = self.rank_state.find(name)
-        shape = state.bucket.members[index].shape
-        flat = self.rank_state.residual(name)
-        return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned on this rank. May be called before the first step.

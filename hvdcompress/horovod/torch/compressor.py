@@ -235,7 +235,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             optimizer = sys._getframe(1).f_locals.get("self")
             self._hooked_parameters |= {id(parameter) for parameter in getattr(optimizer, "_requires_update", ())}
         ctx = GradientContext(tensor)
-        arrivals = self._open_step()
+        arrivals = self._open_arrivals()
         step = arrivals.step
         try:
             ctx.name = self._identify(tensor, len(arrivals.order))
@@ -306,7 +306,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _open_step(self) -> Arrivals:
+    def _open_arrivals(self) -> Arrivals:
         """Return the open step. Discard an unfinished one and start a new one."""
         if self._arrivals is None or self._arrivals.launched:
             if self.process_set.size() != self.rank_state.world_size:
@@ -321,7 +321,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _begin_step(self) -> Step:
         self._note_frozen()
         self.rank_state.begin_round()
-        step = self._step = self._new_step(self._network, self._config, Agree.BEFORE_WAITING)
+        step = self._open_step(self._config, Agree.BEFORE_WAITING)
         with step.defer_errors():
             self.watchdog.endpoint()  # this starts the watchdog
         return step

@@ -108,7 +108,7 @@ def test_a_loaded_state_is_claimed_by_its_tensor_and_restored_by_discard(local: 
     other.swap(next_of(other, "a"))
     assert steps(other) == {"a": 2}
     other.discard()
-    assert steps(other) == {"a": 1} and other.residual("a")[0] == 1  # type: ignore[index]
+    assert steps(other) == {"a": 1} and other.residual("a")[0] == 1
     assert other.state_dict()["steps"] == {"a": 1, "b": 1}
 
 
