@@ -242,13 +242,16 @@ class TensorCompressor(compressor.Compressor):
             saved = checkpoint.of_rank(saved, self.rank_state.rank, self.rank_state.world_size, self.rank_state.nodes)
         snapshot.check(saved)
         ages = snapshot.ages(saved["steps"], saved["restarts"])
-        before = (self.buckets, self._bucket_and_index, self.rank_state.placement)
-        self.rank_state.adopt_owners(saved)
-        self._group(ages)
+        before = (self.buckets, self._bucket_and_index)
+
+        def group() -> list[Bucket]:
+            self._group(ages)
+            return self._buckets()
+
         try:
-            self.rank_state.load_state_dict(saved, self._buckets())
+            self.rank_state.load_state_dict(saved, group)
         except ValueError:
-            self.buckets, self._bucket_and_index, self.rank_state.placement = before
+            self.buckets, self._bucket_and_index = before
             raise
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.rank_state.rank == 0:

@@ -92,7 +92,7 @@ class TorchFramework(Framework):
         for name, parameter in self.parameters.items():
             memory = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
             checksums[f"parameter {name!r}"] = verify.checksum(memory.cpu().numpy())
-        return checksums | local.checksums(to_host)
+        return checksums | verify.shared_slots(local.states.values(), to_host)
 
 
 def to_host(array: Any) -> Any:

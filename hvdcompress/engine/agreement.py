@@ -43,15 +43,6 @@ class SharedConfig:
         """SHA-256 of the plan and the tensors, in hexadecimal."""
         return hashlib.sha256(repr([sorted(self.plan.items()), sorted(self.tensors.items())]).encode()).hexdigest()
 
-    def fingerprint(self, steps: Sequence[tuple[str, int]], checksums: Mapping[str, int]) -> float:
-        """Return a hash of the configuration, the steps done by each tensor, and checksums, for :class:`Status`.
-
-        Args:
-            steps: (tensor name, number of steps), sorted.
-            checksums: {name: checksum}; empty in steps without a comparison.
-        """
-        return fingerprint(self.digest, steps, sorted(checksums.items()))
-
 
 def compare_configs(everyone: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
     """Raise an error unless all ranks have the same plan and the same tensors.

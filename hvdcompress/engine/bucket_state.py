@@ -7,6 +7,7 @@ is still intact.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -69,14 +70,12 @@ class Memory:
 
     Attributes:
         scratch: {name: array} that the method uses within a step.
-        members: the same for each tensor, if the method runs on each tensor.
-        flat: buffer for the concatenated gradients of all tensors; None if not needed so far.
+        members: the same for each tensor, by its index, if the method runs on each tensor.
         lengths: {``Exchange.collective_key``: payload bytes on all ranks} of fixed-length all-gathers in this phase.
     """
 
     scratch: dict[str, Array] = field(default_factory=dict)
-    members: list[dict[str, Array]] = field(default_factory=list)
-    flat: Array | None = None
+    members: defaultdict[int, dict[str, Array]] = field(default_factory=lambda: defaultdict(dict))
     lengths: dict[Hashable, int] = field(default_factory=dict)
     _pairs: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # {slot: its two alternating buffers}
 
@@ -90,19 +89,6 @@ class Memory:
         self._pairs[slot] = (current, buffer)
         return buffer
 
-    def flat_buffer(self, size: int, dtype: str, like: Array, ops: Ops) -> Array:
-        """Return the buffer for the concatenated gradients of all tensors, uninitialised, [size]."""
-        # The dtype changes if a schedule switches between methods that do and do not keep float64
-        if self.flat is None or itemsize(dtype) * size != self.flat.nbytes:
-            self.flat = ops.zeros(size, dtype, like)
-        return self.flat
-
-    def of_member(self, index: int) -> dict[str, Array]:
-        """Return the scratch arrays of one tensor of the bucket."""
-        while len(self.members) <= index:
-            self.members.append({})
-        return self.members[index]
-
     def clear_scratch(self) -> None:
         """Forget the scratch arrays, because an abandoned collective may still write to them."""
         self.scratch.clear()
@@ -111,8 +97,7 @@ class Memory:
     def arrays(self) -> list[Array]:
         """Return all arrays, including those that the current state uses."""
         pairs = [array for pair in self._pairs.values() for array in pair]
-        scratch = [array for each in (self.scratch, *self.members) for array in each.values()]
-        return [*pairs, *scratch] if self.flat is None else [*pairs, *scratch, self.flat]
+        return pairs + [array for each in (self.scratch, *self.members.values()) for array in each.values()]
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:

@@ -178,7 +178,7 @@ class MethodIntake(Intake):
         if bucket.automatic and method.granularity == "tensor":
             # A hot loop: it runs for every tensor in every step
             self.per_tensor = [
-                (self._context(member), Workspace(ops, memory.of_member(index), bucket=self.work, span=span))
+                (self._context(member), Workspace(ops, memory.members[index], bucket=self.work, span=span))
                 for index, (member, span) in enumerate(zip(bucket.members, bucket.spans, strict=True))
             ]
             buffer = functools.partial(self.work.buffer, like=like)
@@ -240,7 +240,8 @@ class MethodIntake(Intake):
         return self.ops.concat(in_order, buffer)
 
     def _flat_buffer(self) -> Array:
-        return self.memory.flat_buffer(self.bucket.spec.size, self.dtype, self.like, self.ops)
+        # The dtype changes if a schedule switches between methods that do and do not keep float64
+        return self.work.buffer(f"gradients.{self.dtype}", self.bucket.spec.size, self.dtype, self.like)
 
     def _process(self, indices: list[int] | None, gradients: list[Array]) -> None:
         """Process gradients of a method that runs on the bucket.

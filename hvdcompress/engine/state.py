@@ -7,7 +7,7 @@ replaces all of them at once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
 from hvdcompress.engine.fallback import PATIENCE, Fallback, Flush, Verdict
 from hvdcompress.engine.late import Late
 from hvdcompress.engine.nodes import Nodes, Placement
-from hvdcompress.engine.safety import verify
 from hvdcompress.engine.saving import origin, snapshot
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.ledger import Ledger
@@ -154,15 +153,15 @@ class RankState:
         # The ranks agreed on a trigger in the status of an earlier step; it takes effect now
         if state and restart[0] < state.triggers:
             restart = (state.triggers, step)
-        if self.uncompressed:
-            return NextStep(bucket, state, UNCOMPRESSED, 0, restart)
         method = bucket.program.at(step)
-        if self.fallback.verdict is Verdict.FLUSH and method.feedback != "none":
-            if state and state.flushed:
-                return NextStep(bucket, state, UNCOMPRESSED, 0, restart)
+        phase = 0
+        flushes = self.fallback.verdict is Verdict.FLUSH and method.feedback != "none"
+        if self.uncompressed or (flushes and state and state.flushed):
+            method = UNCOMPRESSED
+        elif flushes:
             method = Flush(share=self.fallback.share, beta=feedback.beta(method))
-            return NextStep(bucket, state, method, 0, restart)
-        phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
+        else:
+            phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
         return NextStep(bucket, state, method, phase, restart)
 
     def note_begun(self, bucket: Bucket) -> None:
@@ -272,14 +271,6 @@ class RankState:
     def steps_done(self) -> int:
         """Return the largest step count of all tensors."""
         return max(self.steps().values(), default=0)
-
-    def checksums(self, host: verify.Host = np.asarray) -> dict[str, int]:
-        """Return {description: checksum} of the state that must be equal on all ranks.
-
-        Args:
-            host: converts an array to a NumPy array in host memory.
-        """
-        return verify.shared_slots(list(self.states.values()), host)
 
     def forget_lengths(self) -> None:
         """Clear the known payload lengths, because some rank replaced its state and cannot know them."""
@@ -472,47 +463,39 @@ class RankState:
         waiting = self._loaded or {table: {} for table in snapshot.TABLES}
         return {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
 
-    def load_state_dict(self, saved: snapshot.Saved, buckets: Sequence[Bucket] | None = None) -> None:
+    def load_state_dict(self, saved: snapshot.Saved, group: Callable[[], Sequence[Bucket]] | None = None) -> None:
         """Load a saved state completely or, on any error, not at all.
 
         Args:
             saved: the value that :meth:`state_dict` returned.
-            buckets: all buckets. The saved state must have no other tensors. None if the buckets are not known yet:
-                then each bucket claims its state when it appears.
+            group: returns all buckets, in :attr:`placement` as it is then. The saved state must have no other tensors.
+                None if the buckets are not known yet: then each bucket claims its state when it appears.
 
         Raises:
             ValueError: format, number of ranks, rank or tensors do not match, or an array does not fit its slot. The
                 message names the mismatch.
         """
-        snapshot.check(saved)
+        snapshot.check_origin(saved, self.world_size, self.rank, self.nodes)
         before = self.placement
-        self.adopt_owners(saved)
         try:
-            self._load(saved, buckets)
+            if before:  # the owners of tensors have their slots
+                self.placement = before.with_owners(saved["nodes"]["owners"])
+            if group:
+                buckets = group()
+                known = {member.name for bucket in buckets for member in bucket.members}
+                if unknown := sorted(saved["steps"].keys() - known):
+                    raise ValueError(f"the saved state has tensors that the model does not have: {', '.join(unknown)}")
+            else:  # the tensors of the other buckets have other owners now: each claims its state when it appears
+                buckets = [each for each in self.buckets() if not (self.placement and self.placement.is_split(each))]
+            found = [self._restored(saved, each) for each in buckets]
         except ValueError:
             self.placement = before
             raise
-
-    def adopt_owners(self, saved: snapshot.Saved) -> None:
-        """With two levels, take the owners of tensors from a saved state, because the owners have the slots."""
-        if self.placement and snapshot.nodes_of(saved) == self.placement.nodes:
-            self.placement = self.placement.with_owners(saved["nodes"]["owners"])
-
-    def _load(self, saved: snapshot.Saved, buckets: Sequence[Bucket] | None) -> None:
-        snapshot.check_origin(saved, self.world_size, self.rank, self.nodes)
-        if buckets is not None:
-            known = {member.name for bucket in buckets for member in bucket.members}
-            if unknown := sorted(saved["steps"].keys() - known):
-                raise ValueError(f"the saved state has tensors that the model does not have: {', '.join(unknown)}")
-        if buckets is None:
-            # The tensors of the other buckets have other owners now: each claims its state when it appears
-            buckets = [each for each in self.buckets() if not (self.placement and self.placement.is_split(each))]
-        found = [self._restored(saved, each) for each in buckets]
         self._replace({state.bucket.spec.name: state for state in found if state})
         self._loaded = snapshot.without_buckets(saved, self.buckets())
         self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
-        self.fallback.load(saved.get("fallback"))
+        self.fallback = Fallback.restored(self.fallback.on, saved.get("fallback"))
         if self.rank == 0 and (different := origin.differences(saved, self.plan)):
             log.warn_once(f"the saved state is of another training: {different}")
 

@@ -50,6 +50,7 @@ from hvdcompress.engine.agreement import (
     SharedConfig,
     Status,
     compare_configs,
+    fingerprint,
     peer_error,
     text_of,
 )
@@ -107,7 +108,7 @@ class Framework:
 
     def checksums(self, local: RankState) -> dict[str, int]:
         """Return {name: checksum} of the state that must be equal on all ranks, for the plan's ``verify_every``."""
-        return local.checksums()
+        return verify.shared_slots(local.states.values(), np.asarray)
 
 
 #: Decorator. The program may have set NumPy to raise on overflow; inside the engine, Inf is data and must not raise
@@ -327,13 +328,14 @@ class Step:
     def status(self) -> Status:
         """Return the status of this rank. It includes, and clears, a pending request for a trigger."""
         self._requested_trigger |= self.rank_state.take_trigger_request()
-        steps = sorted(self.rank_state.steps().items())
         self._read_device_flags()
         # A rank with an error may not know its loss scale. Sending 1 lets the ranks report the error and not the scale.
         scale = self.loss_scale if self.error is None else 1.0
         self.checksums = self.framework.checksums(self.rank_state) if self.rank_state.verifies() else {}
         # Each rank of a node has the state of other tensors, so checksums are compared after the status then
-        state = self.config.fingerprint(steps, {} if self.rank_state.nodes else self.checksums)
+        checksums = {} if self.rank_state.nodes else self.checksums
+        steps = self.rank_state.steps()
+        state = fingerprint(self.config.digest, sorted(steps.items()), sorted(checksums.items()))
         return Status(
             self.error is not None, not self.finite, self._requested_trigger, self.rank_state.replaced, state, scale
         )

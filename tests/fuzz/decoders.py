@@ -212,11 +212,11 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
     data = checkpoint.to_bytes(saved)
 
     def load(bytes_: bytes) -> None:
-        rank.load_state_dict(checkpoint.from_bytes(bytes_), buckets)
+        rank.load_state_dict(checkpoint.from_bytes(bytes_), lambda: buckets)
 
     def load_folder(bytes_: bytes) -> None:
         checkpoint.path_of(folder, 0, 2, 1).write_bytes(bytes_)
-        rank.load_state_dict(checkpoint.load(folder, 0, 2), buckets)
+        rank.load_state_dict(checkpoint.load(folder, 0, 2), lambda: buckets)
 
     def other_world_size(bytes_: bytes) -> None:
         checkpoint.path_of(folder, 0, 2, 1).write_bytes(bytes_)

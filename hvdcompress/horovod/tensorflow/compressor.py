@@ -447,7 +447,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         """
         snapshot.check(saved)
         saved = snapshot.renamed(saved, self.all_names())
-        self.rank_state.load_state_dict(saved, self._buckets() or None)
+        self.rank_state.load_state_dict(saved, self._buckets if self.buckets else None)
         self.ledger.steps = min(self.ledger.steps, self.rank_state.steps_done())
 
     def _buckets(self) -> list[Bucket]:
