@@ -37,6 +37,7 @@ class Part:
         memory: the reused buffers of the bucket.
         begun_in: ``RankState.round`` at the beginning.
         outs: arrays that receive the reduced gradients, one per tensor of the bucket; None where the driver keeps it.
+        round: the index of the current collective, from 0; with two levels, at its level.
         late: after :meth:`new_state`, what the optimizer's momentum is adapted to; None if it is not adapted.
 
     Raises:
@@ -59,6 +60,7 @@ class Part:
         self.begun_in = rank_state.round
         self.outs: list[Any] = [None] * len(bucket.members)
         self.late: Late | None = None
+        self.round = -1
         for before, now in zip(state.bucket.members, bucket.members, strict=True) if state.bucket is not bucket else ():
             if before.shape != now.shape:
                 raise ValueError(f"tensor {now.name!r} had shape {before.shape} before and has {now.shape} now")
@@ -146,6 +148,11 @@ class Part:
         With two levels, the other ranks of the node do not know, so float16 gradients always wait.
         """
         return bool(self.rank_state.nodes) and self.bucket.spec.dtype == "float16"
+
+    def describe_wait(self, count: int = 1) -> str:
+        """Describe the collective that this rank waits for. ``count`` is the number of buckets that wait."""
+        more = f", and {count - 1} more" if count > 1 else ""
+        return f"tensor {self.name!r} (method {self.method.id}, round {max(self.round, 0)}{more})"
 
     def close(self) -> None:
         """End after the commit."""

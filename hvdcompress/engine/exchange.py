@@ -48,7 +48,6 @@ class Exchange(MethodIntake):
         collective: in stage RUNNING, the collective whose result the method needs next.
         reduced: from stage REDUCED on, the results of the method: one for the bucket, or one per tensor if the method
             runs on each tensor.
-        round: the index of the collective that the method waits for, from 0.
     """
 
     level: Literal["between"] = "between"  #: with two levels, the level of the collectives
@@ -59,7 +58,6 @@ class Exchange(MethodIntake):
         super().__init__(rank_state, group, bucket, like, ops, loss_scale)
         self.collective: Collective | None = None
         self.reduced: list[Reduced] = []
-        self.round = -1
         self._communication: Communication | FusedCommunication | None = self._fused
         self._lengths: dict[Hashable, int] = {}  # fixed payload lengths to add to Memory.lengths on commit
         # {index of a tensor: the part of its result that float16 cannot hold}, in the units of the residual
@@ -275,11 +273,6 @@ class Exchange(MethodIntake):
             self._communication.close()
 
     # -- descriptions for messages --------------------------------------------------------------------------
-
-    def describe_wait(self, count: int = 1) -> str:
-        """Describe the collective that this rank waits for. ``count`` is the number of exchanges that wait."""
-        more = f", and {count - 1} more" if count > 1 else ""
-        return f"tensor {self.name!r} (method {self.method.id}, round {max(self.round, 0)}{more})"
 
     def wrap_error(self, error: Exception) -> ExchangeError:
         """Wrap an exception from the method with the tensor, round and rank."""

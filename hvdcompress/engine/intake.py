@@ -225,19 +225,15 @@ class MethodIntake(Intake):
                 self._begin(index, gradient)
             return
         if self.at_once:
-            self._process(None, [self._concatenated(waiting)])
+            in_order = [waiting[index] for index in range(len(waiting))]
+            # PyTorch's allocator reuses memory by itself, NumPy's does not
+            buffer = self._flat_buffer() if isinstance(self.like, np.ndarray) else None
+            self._process(None, [self.ops.concat(in_order, buffer)])
         else:
             self._process(list(waiting), list(waiting.values()))
         if self.is_full:
             assert self.x is not None
             self._zero_nonfinite(self.finite, self.x, slice(None))
-
-    def _concatenated(self, gradients: dict[int, Array]) -> Array:
-        """Return the gradients of all tensors as one vector."""
-        in_order = [gradients[index] for index in range(len(gradients))]
-        # PyTorch's allocator reuses memory by itself, NumPy's does not
-        buffer = self._flat_buffer() if isinstance(in_order[0], np.ndarray) else None
-        return self.ops.concat(in_order, buffer)
 
     def _flat_buffer(self) -> Array:
         # The dtype changes if a schedule switches between methods that do and do not keep float64

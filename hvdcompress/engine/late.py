@@ -203,8 +203,7 @@ def adapted(
     Raises:
         ValueError: a tensor has a buffer but no gradient, or they have not the size of the tensor.
     """
-    shifts: list[tuple[Array, Shift]] = []
-    used: list[tuple[Late, str]] = []
+    changes: list[tuple[Late, str, Array, Shift]] = []
     for late in list(sent) if moment.decay else ():
         for number, member in enumerate(late.bucket.members):
             if member.name not in buffers or member.name in late.used:
@@ -219,17 +218,15 @@ def adapted(
             values, share = late.values(gradient, index, ages, moment)
             values = values.copy() if index is None else values  # the step may change its gradients
             before, after = moment.changes(late.method)
-            shifts.append((buffer, Shift(index, values, share * before, share * after)))
-            used.append((late, member.name))
-    for buffer, shift in shifts:
+            changes.append((late, member.name, buffer, Shift(index, values, share * before, share * after)))
+    for _, _, buffer, shift in changes:
         shift.add_to(buffer, shift.before)
     try:
         yield
     except BaseException:
-        for buffer, shift in shifts:
+        for _, _, buffer, shift in changes:
             shift.add_to(buffer, -shift.before)
         raise
-    for buffer, shift in shifts:
+    for late, name, buffer, shift in changes:
         shift.add_to(buffer, -shift.after)
-    for late, name in used:
         late.used.add(name)

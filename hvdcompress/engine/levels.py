@@ -75,6 +75,7 @@ class NodeExchange(Intake):
 
     Attributes:
         level: the level of the current collective.
+        x: an array on the device of the payloads.
         inner: the exchange between nodes; None on the other ranks of the node, and until the sum is there.
     """
 
@@ -85,6 +86,7 @@ class NodeExchange(Intake):
         assert rank_state.placement is not None
         self.network = network
         self.loss_scale = loss_scale
+        self.x = like
         self.level: Level = "to_owner"
         self.inner: Exchange | None = None
         self.owner = rank_state.placement.owner(bucket)
@@ -132,19 +134,10 @@ class NodeExchange(Intake):
         """The collective whose result is needed next; None if the exchange waits for :meth:`deliver`, or is done."""
         return self.inner.collective if self.inner and self.level == "between" else self._collective
 
-    @property
-    def round(self) -> int:
-        """The index of the collective at its level."""
-        return self.inner.round if self.inner and self.level == "between" else 0
-
-    @property
-    def x(self) -> Array:
-        """An array on the device of the payloads."""
-        return self.like
-
     def start(self) -> None:
         """Start sending the gradients to the owner; see :meth:`Intake.start`."""
         super().start()
+        self.round = 0
         num_bytes = int(self.vector.nbytes)
         nothing = (0,) * self.network["to_owner"].world_size
         owners = tuple(num_bytes * (rank == self.owner) for rank in range(len(nothing)))
@@ -181,7 +174,9 @@ class NodeExchange(Intake):
         else:
             assert self.inner is not None
             self.inner.resume(result)
+        if self.inner and self.level == "between":
             self.stage = self.inner.stage
+            self.round = self.inner.round
         return self.collective
 
     def _begin_between(self, pieces: Sequence[Array]) -> None:
@@ -198,7 +193,6 @@ class NodeExchange(Intake):
         self.level = "between"
         self.inner.add(range(len(self.outs)), self._parts(total), self._parts(vector))
         self.inner.start()
-        self.stage = self.inner.stage
 
     def deliver(self, factor: float) -> None:
         """On the owner, write the result, and prepare to send it to the other ranks of the node."""
@@ -209,6 +203,7 @@ class NodeExchange(Intake):
     def _return_result(self) -> None:
         self.stage = Stage.RUNNING
         self.level = "from_owner"
+        self.round = 0
         self._collective = AllGather(self.ops.to_bytes(self.vector if self.is_owned else self.vector[:0]))
 
     def _take_result(self, pieces: Sequence[Array]) -> None:

@@ -202,13 +202,17 @@ class RankState:
         if fallback.num_flushed < PATIENCE and not all(state.flushed for state in states):
             return
         fallback.verdict = Verdict.DENSE
-        names = [name for state in states if feedback.RESIDUAL in state.slots for name in _names(state.bucket)]
+        kept = [state for state in states if feedback.RESIDUAL in state.slots]
+        names = [name for state in kept for name in _names(state.bucket)]
         if left := [name for name in names if bool(self.flat_residual(name).any())]:  # type: ignore[union-attr]
             log.warn_once(
                 f"rank {self.rank} drops the residuals of {log.first_names(left)}: they had no gradient for "
                 f"{fallback.num_flushed} steps, or exceeded the range of float16"
             )
-            self.states = {**self.states, **{state.bucket.spec.name: state.without_residual() for state in states}}
+            self.states = dict(self.states)
+            for state in kept:
+                slots = {**state.slots, feedback.RESIDUAL: 0 * state.slots[feedback.RESIDUAL]}
+                self.states[state.bucket.spec.name] = replace(state, slots=slots)
 
     def begin_round(self) -> None:
         """Begin a new round, which :meth:`discard` can undo."""
@@ -372,12 +376,6 @@ class RankState:
         flat = self.flat_residual(name)
         return np.zeros(shape, np.float32) if flat is None else np.array(flat).reshape(shape)
 
-    def num_state_bytes(self) -> int:
-        """Return the bytes of memory held for state, including second buffers."""
-        holders: list[BucketState | Memory] = [*self.states.values(), *self.memory.values()]
-        arrays = {id(array): array for holder in holders for array in holder.arrays()}
-        return sum(int(array.nbytes) for array in arrays.values())
-
     def warn_about_unused(self, specs: Sequence[TensorSpec] = ()) -> None:
         """Warn on rank 0 about rules that match no tensor, and about loaded state that no tensor uses.
 
@@ -428,7 +426,12 @@ class RankState:
 
     def release(self) -> None:
         """Delete all states."""
-        self._replace({})
+        self.states = {}
+        self._previous = {}
+        self.late = {}
+        self.memory.clear()
+        self.replaced = True
+        self._can_discard = False
 
     def put(self, states: Iterable[BucketState]) -> None:
         """Add states that no step produced. ``discard()`` keeps them."""
@@ -436,13 +439,6 @@ class RankState:
         if new:
             self.states = {**self.states, **new}
             self._previous = {**self._previous, **new}
-
-    def _replace(self, states: Mapping[str, BucketState]) -> None:
-        self.states = self._previous = states
-        self.late = {}
-        self.memory.clear()
-        self.replaced = True
-        self._can_discard = False
 
     # -- saved and restored ---------------------------------------------------------------------------------
 
@@ -491,7 +487,8 @@ class RankState:
         except ValueError:
             self.placement = before
             raise
-        self._replace({state.bucket.spec.name: state for state in found if state})
+        self.release()
+        self.put(state for state in found if state)
         self._loaded = snapshot.without_buckets(saved, self.buckets())
         self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}

@@ -314,14 +314,9 @@ class Step:
 
     def waits_for(self) -> str:
         """Describe the collective that this rank waits for. The watchdog's thread calls it."""
-        waiting = [exchange for exchange in list(self.exchanges.values()) if exchange.stage is Stage.RUNNING]
-        if waiting:
-            return waiting[0].describe_wait(len(waiting))
-        if self._passed_through:
-            name = self._passed_through[0].name
-            more = len(self._passed_through) - 1
-            return f"tensor {name!r} (method none, round 0{f', and {more} more' if more else ''})"
-        return "the ranks' status"
+        running = [exchange for exchange in list(self.exchanges.values()) if exchange.stage is Stage.RUNNING]
+        waiting: Sequence[Part] = running or self._passed_through
+        return waiting[0].describe_wait(len(waiting)) if waiting else "the ranks' status"
 
     # -- the ranks agree ------------------------------------------------------------------------------------
 
@@ -365,8 +360,9 @@ class Step:
         numbers = self.collectives.result(pending).tolist()
         self.max_votes = numbers[NUMBERS:]
         status = Status.of(numbers[:NUMBERS])
-        # This check comes first: the zeros of a joined rank would also look like a different configuration
-        if status.saw_join:
+        # This check comes first: the zeros of a rank that called Horovod's join() would also look like a different
+        # configuration. Loss scales are positive
+        if status.least_loss_scale == 0:
             raise PeerError(JOIN_MESSAGE)
         # Compare configurations before reporting failures: a rank that received a payload of another plan fails because
         # of the disagreement, which is the message to show.
@@ -378,8 +374,7 @@ class Step:
                 verify.compare([sums for *_, sums in everyone], self.rank_state.steps_done())
         if status.failed:
             raise peer_error(self.collectives.gather_text("error", self._error_text)) from self.error
-        if not status.agreed:
-            status.raise_disagreement()
+        status.require_agreement()
         if self.error and not self._agrees_again:
             raise self.error
         self.apply_status(status)
