@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -37,7 +36,7 @@ from hvdcompress.plan import Bucket, Plan
 Op = Literal["average", "sum"]
 
 
-class Compressor(ABC):
+class Compressor:
     """Framework-independent base class of all Compressors.
 
     Args:
@@ -135,7 +134,6 @@ class Compressor(ABC):
     def _state(self) -> dict[str, Any]:
         return self.rank_state.state_dict()
 
-    @abstractmethod
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a value of :meth:`state_dict` that was saved on the same rank; also before the first step.
 
@@ -144,6 +142,7 @@ class Compressor(ABC):
         Raises:
             ValueError: rank, number of ranks or tensors do not match. Then nothing is changed.
         """
+        self.rank_state.load_state_dict(saved)
 
     def save(self, folder: str | Path) -> Path:
         """Write this rank's state to its own file in ``folder``. Call it on every rank, after the same step.
@@ -404,7 +403,7 @@ class Compressor(ABC):
     def _allreduce(self, tensors: Mapping[str, Any], op: Op, out: Mapping[str, Any] | None) -> dict[str, Any]:
         raise NotImplementedError(f"allreduce() is not available under {self.driver}")
 
-    def close(self) -> None:  # noqa: B027 (Horovod owns what a Compressor under it uses)
+    def close(self) -> None:  # Horovod owns what a Compressor under it uses
         """Free process groups, communicators and threads of the Compressor. Call it between steps, on every rank."""
 
     def __enter__(self) -> Self:

@@ -76,6 +76,7 @@ class NodeExchange(Intake):
     Attributes:
         level: the level of the current collective.
         x: an array on the device of the payloads.
+        vector: the gradients of this rank, and later the result, in the order of the bucket's tensors [n].
         inner: the exchange between nodes; None on the other ranks of the node, and until the sum is there.
     """
 
@@ -92,7 +93,7 @@ class NodeExchange(Intake):
         self.owner = rank_state.placement.owner(bucket)
         self.is_owned = rank_state.owns(bucket)
         self._collective: Collective | None = None  # inside the node
-        self._vector: Array | None = None
+        self.vector: Any = None
 
     def _note_begun(self) -> None:
         """The owner notes the beginning with its exchange between nodes."""
@@ -100,25 +101,20 @@ class NodeExchange(Intake):
     def _first_state(self) -> BucketState:
         return BucketState(self.bucket, {})  # on other ranks than the owner it has only the progress of the bucket
 
-    @property
-    def vector(self) -> Array:
-        """The gradients of this rank, and later the result, in the order of the bucket's tensors [n]."""
-        if self._vector is None:
-            work = Workspace(self.ops, self.memory.scratch)
-            self._vector = work.buffer("node", self.bucket.spec.size, self.dtype, self.like)
-        return self._vector
-
     def _parts(self, vector: Array) -> list[Array]:
         return [vector[start:stop] for start, stop in self.bucket.spans]
 
     # -- the gradients --------------------------------------------------------------------------------------
 
     def _take(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
-        # The result may overwrite the gradient, or is written to ``outs`` anyway, so no other buffer is needed
         if len(self.outs) == 1 and self.outs[0].dtype == self.like.dtype:
-            self._vector = self.outs[0]
+            # The result may overwrite the gradient, or is written to ``outs`` anyway, so no other buffer is needed
+            self.vector = self.outs[0]
+        elif self.vector is None:
+            work = Workspace(self.ops, self.memory.scratch)
+            self.vector = work.buffer("node", self.bucket.spec.size, self.dtype, self.like)
         for index, gradient in zip(indices, gradients, strict=True):
-            if self._vector is not gradient:
+            if self.vector is not gradient:
                 start, stop = self.bucket.spans[index]
                 self.ops.write(self.vector[start:stop], gradient, 1.0)
 
@@ -209,7 +205,7 @@ class NodeExchange(Intake):
     def _take_result(self, pieces: Sequence[Array]) -> None:
         """Write the result to :attr:`outs`."""
         if not self.is_owned:
-            self._vector = self.ops.from_bytes(pieces[self.owner], self.dtype)
+            self.vector = self.ops.from_bytes(pieces[self.owner], self.dtype)
         for out, part in zip(self.outs, self._parts(self.vector), strict=True):
             if out is not part and out is not self.vector:
                 self.ops.write(out, part, 1.0)

@@ -433,7 +433,10 @@ class Step:
         if self._agrees_again:
             # The owners see only now whether the sums are finite, and run the methods. So the ranks agree again
             with self.defer_errors():
-                self._receive_sums()
+                # All gradients of the node, in order, so that the exchanges between nodes start
+                for exchange in [each for each in self._in_flight if each.level == "to_owner"]:
+                    self._in_flight.remove(exchange)
+                    self._advance(exchange)
             self._agrees_again = False
             self.send_status()
             self._wait_for_status()
@@ -529,8 +532,11 @@ class Step:
 
     def _start_collective(self, exchange: Exchange | NodeExchange) -> None:
         assert exchange.collective is not None
-        given = exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.x, exchange.known_lengths()
-        exchange.pending = self.network[exchange.level].start(*given)
+        network = self.network[exchange.level]
+        lengths = exchange.known_lengths()
+        exchange.pending = network.start(
+            exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.x, lengths
+        )
 
     def _return_results(self) -> None:
         """Start sending the results that are available, in the order in which all ranks of the node started them."""
@@ -538,13 +544,6 @@ class Step:
             oldest = self._to_return.popleft()
             self._start_collective(oldest)
             self._returning.append(oldest)
-
-    def _receive_sums(self) -> None:
-        """With two levels, wait for all gradients of the node, in order, and start the exchanges between nodes."""
-        waiting = [exchange for exchange in self._in_flight if exchange.level == "to_owner"]
-        for exchange in waiting:
-            self._in_flight.remove(exchange)
-            self._advance(exchange)
 
     def _advance_oldest(self, count: int) -> None:
         """Wait for the collectives of the ``count`` oldest exchanges, in order, and start their next collectives.

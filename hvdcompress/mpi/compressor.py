@@ -189,7 +189,7 @@ class Compressor(compressor.Compressor):
             ValueError: the state belongs to another rank, number of ranks, or to tensors of other shapes; nothing is
                 changed. Shapes that are not known yet are checked in the first step.
         """
-        self.rank_state.load_state_dict(saved)
+        super().load_state_dict(saved)
         self._tensors = None  # the restored steps may put tensors into other buckets
 
 
