@@ -1,4 +1,4 @@
-"""Commit of a step: keep the new states of all its buckets, or none."""
+"""A bucket in one step, from its old state to its new one; and the commit, which keeps all new states or none."""
 
 from __future__ import annotations
 

@@ -532,10 +532,8 @@ class Step:
 
     def _start_collective(self, exchange: Exchange | NodeExchange) -> None:
         assert exchange.collective is not None
-        network = self.network[exchange.level]
-        lengths = exchange.known_lengths()
-        exchange.pending = network.start(
-            exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.x, lengths
+        exchange.pending = self.network[exchange.level].start(
+            exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.x, exchange.known_lengths()
         )
 
     def _return_results(self) -> None:
