@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdcompress.engine import compressor, lockstep
 from hvdcompress.engine.agreement import SharedConfig
-from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.levels import network_over
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import IN_ORDER, plan_of
@@ -67,40 +67,27 @@ class Compressor(compressor.Compressor):
 
     def __init__(self, method, transport, **settings):
         super().__init__(plan_of(method, watchdog=False, **settings), transport.rank, transport.world_size)
-        self.collectives = Collectives(transport, self.rank_state.observers)
-        self.step = None
+        self._network = network_over(transport, self.rank_state.observers)
 
     def average(self, gradients):
         """Replace named float32 arrays with their compressed averages over all ranks."""
         specs = [TensorSpec(name, array.shape) for name, array in gradients.items()]
         config = SharedConfig(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
         self.rank_state.begin_round()
-        self.step = Step(self.rank_state, self.collectives, config, Agree.FIRST_AND_LAST)
-        self.step.factor = 1.0 / self.rank_state.world_size
+        step = self._step = Step(self.rank_state, self._network, config, Agree.FIRST_AND_LAST)
+        step.factor = 1.0 / self.rank_state.world_size
         try:
-            self.step.send_status()
+            step.send_status()
             for bucket in self.plan.buckets(specs, IN_ORDER, self.rank_state.ages()):
                 vectors = [gradients[member.name].reshape(-1) for member in bucket.members]
-                self.step.add(bucket, range(len(vectors)), vectors)
-            self.step.finish()
-            self.ledger.steps += self.step.finite
+                step.add(bucket, range(len(vectors)), vectors)
+            step.finish()
+            self.ledger.steps += step.finite
         except BaseException:
-            self.step.abandon()
+            step.abandon()
             raise
         finally:
-            self.step = None
-
-    def residual(self, name):
-        state, index = self.rank_state.find(name)
-        shape = state.bucket.members[index].shape
-        residual = self.rank_state.residual(name)
-        return np.zeros(shape, np.float32) if residual is None else residual.reshape(shape).copy()
-
-    def load_state_dict(self, saved):
-        self.rank_state.load_state_dict(saved)
-
-    def _waits_for(self):
-        return self.step and self.step.waits_for()
+            self._step = None
 
 
 def train(rank, mailboxes, weights):

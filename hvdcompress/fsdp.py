@@ -191,7 +191,7 @@ class Compressor(GroupCompressor):
         adds = any(parameter.grad is not None for parameter in self.shard.parameters[name])
         earlier = self.rank_state.late.get(name) if adds else None
         self._connect(gradient.device)
-        self.ledger.steps += self._exchange(add, 1.0 / self.rank_state.world_size).finite
+        self.ledger.steps += self._run_ordered(self._config, 1.0 / self.rank_state.world_size, add).finite
         if earlier and not earlier.used and name in self.rank_state.late:
             self.rank_state.late[name].absorb(earlier)
 

@@ -21,9 +21,8 @@ import hvdcompress.ops
 from hvdcompress.engine import late, lockstep
 from hvdcompress.engine.agreement import SharedConfig, Status
 from hvdcompress.engine.arrays import plain_array
-from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import Op
-from hvdcompress.engine.levels import Levels
+from hvdcompress.engine.levels import network_over
 from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
@@ -109,8 +108,9 @@ class Loopback:
         steps: list[Step] = []
         for rank in self.ranks:
             rank.begin_round()
-            collectives = network.of_rank(rank, self.world_size, self.nodes)
-            step = Step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
+            transport = _Transport(network, "world", rank.rank, self.world_size)
+            over = network_over(transport, rank.observers, self.nodes)
+            step = Step(rank, over, SharedConfig({}, {}), framework=self._framework)
             step.loss_scale = scale
             step.factor = 1.0 / self.world_size if op == "average" else 1.0
             steps.append(step)
@@ -236,10 +236,7 @@ class Loopback:
         Raises:
             KeyError: no tensor of that name was reduced.
         """
-        state, index = self.ranks[rank].find(name)
-        shape = state.bucket.members[index].shape
-        residual = self.ranks[rank].residual(name)
-        return np.zeros(shape, np.float32) if residual is None else np.asarray(residual).reshape(shape).copy()
+        return self.ranks[rank].residual(name)
 
     def _specs(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op) -> dict[str, TensorSpec]:
         if op not in ("average", "sum"):
@@ -371,19 +368,6 @@ class _Network:
     requests: dict[tuple[str, str], dict[int, Request]] = field(default_factory=dict)
     results: dict[tuple[str, str, int], Array] = field(default_factory=dict)
 
-    def of_rank(self, rank: RankState, world_size: int, nodes: Nodes | None) -> Collectives | Levels:
-        """Return the collectives of a rank."""
-        world = _Transport(self, "world", rank.rank, world_size)
-        if nodes is None:
-            return Collectives(world, rank.observers)
-        node, local_rank = nodes.node_of(rank.rank), nodes.local_rank(rank.rank)
-        parts = (
-            _Transport(self, f"to the owner on node {node}", local_rank, nodes.local_size),
-            _Transport(self, f"between nodes, {local_rank}", node, nodes.num_nodes),
-            _Transport(self, f"from the owner on node {node}", local_rank, nodes.local_size),
-        )
-        return Levels.over(world, parts, rank.observers)
-
 
 @dataclass
 class _Transport:
@@ -399,6 +383,16 @@ class _Transport:
     ordered = False
     native_broadcast = True
     variable_lengths = True
+
+    def split(self, nodes: Nodes) -> list[_Transport]:
+        """Return transports to the owners of a node, between nodes, and from the owners of a node."""
+        node = nodes.node_of(self.rank)
+        local_rank = nodes.local_rank(self.rank)
+        return [
+            _Transport(self.network, f"to the owner on node {node}", local_rank, nodes.local_size),
+            _Transport(self.network, f"between nodes, {local_rank}", node, nodes.num_nodes),
+            _Transport(self.network, f"from the owner on node {node}", local_rank, nodes.local_size),
+        ]
 
     def start(self, name: str, request: Request) -> str:
         """Start a collective."""

@@ -14,10 +14,9 @@ import numpy as np
 import pandas as pd
 
 from experiments.bench.devices import Cpu
-from hvdcompress.engine.commit import PassedThrough, commit_step
+from hvdcompress.engine.commit import Part, commit_step
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rehearsal import carry_out
-from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import Array, Broadcast, TensorSpec
@@ -71,14 +70,14 @@ class Lockstep:
         self._spent[part] += seconds / self.world_size
         return result
 
-    def _receive(self, rank: RankState, given: Sequence[Array]) -> tuple[dict[str, Exchange], list[PassedThrough]]:
+    def _receive(self, rank: RankState, given: Sequence[Array]) -> tuple[dict[str, Exchange], list[Part]]:
         """Take all gradients of a rank, up to the first collective of each bucket.
 
         Returns:
             The exchanges by bucket name, and the steps of the buckets that Horovod reduces itself.
         """
         exchanges: dict[str, Exchange] = {}
-        passed: list[PassedThrough] = []
+        passed: list[Part] = []
         ops = self.device.ops
 
         def take(bucket: Bucket, index: int, gradient: Array) -> None:
@@ -86,10 +85,10 @@ class Lockstep:
             if rank.next_step(bucket).passes_through:
                 if not self.plan.stateless:
                     ops.all_finite(gradient)
-                passed.append(PassedThrough(rank, bucket, gradient, ops))
+                passed.append(Part(rank, bucket, gradient, ops))
                 return
             if name not in exchanges:
-                exchanges[name] = Exchange(Setup(rank, Group(rank.rank, self.world_size), bucket, gradient, ops))
+                exchanges[name] = Exchange(rank, Group(rank.rank, self.world_size), bucket, gradient, ops)
             exchanges[name].add([index], [gradient])
             if exchanges[name].is_full:
                 exchanges[name].start()

@@ -33,6 +33,7 @@ from experiments.bench.contenders import Clock, OverDDP, OverHorovod, OverMPI
 from experiments.bench.gradients import Gradients, make_gradients
 from experiments.cluster.rates import ring
 from experiments.training import gradients as saved
+from hvdcompress.engine.state import RankState
 
 
 class Exchanges:
@@ -106,7 +107,7 @@ class Exchanges:
         found = {"start": start, "end": time.monotonic(), "cpu": time.process_time() - cpu}
         if contender.compressor:
             found["codec"] = self.clock.spent["encode"] + self.clock.spent["decode"]
-            found["state"] = contender.compressor.rank_state.num_state_bytes()
+            found["state"] = state_bytes(contender.compressor.rank_state)
         if contender.splits:
             found |= self.clock.spent
         if ledger := contender.ledger:
@@ -146,6 +147,17 @@ def join(where: str, device: str) -> Exchanges:
     hvd.init()
     stock.synchronize = clock.timed("blocked", stock.synchronize)  # where Horovod's own optimizer waits
     return Exchanges(hvd.rank(), OverHorovod, lambda: hvd.allreduce(torch.zeros(1), name="meet"), clock)
+
+
+def state_bytes(local: RankState) -> int:
+    """Return the bytes of memory that a rank holds for state, including second buffers and scratch."""
+    arrays: list[Any] = [state.arrived for state in local.states.values() if state.arrived is not None]
+    for state in local.states.values():
+        arrays += [array for slots in (state.slots, *state.members) for array in slots.values()]
+    for memory in local.memory.values():
+        arrays += [array for pair in memory.pairs.values() for array in pair]
+        arrays += [array for each in (memory.scratch, *memory.members.values()) for array in each.values()]
+    return sum({id(array): int(array.nbytes) for array in arrays}.values())
 
 
 def main() -> None:

@@ -17,10 +17,8 @@ from hvdcompress._torch.framework import TorchFramework, to_host
 from hvdcompress._torch.optimizers import Waiting, describe_adaptation, install, needs_ages, undo, waiting_of
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import SharedConfig
-from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import Op
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.levels import Levels
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.saving.snapshot import Ages
@@ -147,7 +145,6 @@ class TensorCompressor(compressor.Compressor):
         specs = self._group({})
         self._config = SharedConfig(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         self.rank_state.warn_about_unused(specs)
-        self._step: Step | None = None  # the open step; None between steps
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._frozen: frozenset[str] = frozenset()  # names of the parameters that do not require a gradient any more
         self._warm_up(specs)
@@ -204,7 +201,7 @@ class TensorCompressor(compressor.Compressor):
         """
         parameter = self.parameters[name]
         shape = spec_of(name, parameter).shape
-        flat = self.rank_state.residual(name) if name in self.rank_state.names() else None
+        flat = self.rank_state.flat_residual(name) if name in self.rank_state.names() else None
         if flat is None:
             return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
         return torch.as_tensor(flat, device=parameter.device).clone().reshape(shape)
@@ -245,13 +242,16 @@ class TensorCompressor(compressor.Compressor):
             saved = checkpoint.of_rank(saved, self.rank_state.rank, self.rank_state.world_size, self.rank_state.nodes)
         snapshot.check(saved)
         ages = snapshot.ages(saved["steps"], saved["restarts"])
-        before = (self.buckets, self._bucket_and_index, self.rank_state.placement)
-        self.rank_state.adopt_owners(saved)
-        self._group(ages)
+        before = (self.buckets, self._bucket_and_index)
+
+        def group() -> list[Bucket]:
+            self._group(ages)
+            return self._buckets()
+
         try:
-            self.rank_state.load_state_dict(saved, self._buckets())
+            self.rank_state.load_state_dict(saved, group)
         except ValueError:
-            self.buckets, self._bucket_and_index, self.rank_state.placement = before
+            self.buckets, self._bucket_and_index = before
             raise
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.rank_state.rank == 0:
@@ -267,16 +267,12 @@ class TensorCompressor(compressor.Compressor):
         """Return whether a step is under way: it has gradients, and has not ended."""
         return self._step is not None
 
-    def _waits_for(self) -> str | None:
-        step = self._step
-        return step.waits_for() if step else None
-
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
+    def _open_step(self, config: SharedConfig, agree: Agree) -> Step:
         self._framework.begin()
         undo()  # an optimizer's step has failed, or was interrupted
-        step = super()._new_step(network, config, agree)
+        step = super()._open_step(config, agree)
         step.unused = set(self._frozen)
         return step
 

@@ -238,7 +238,7 @@ def undo(optimizer: torch.optim.Optimizer | None = None) -> None:
     for each in [optimizer] if optimizer else list(_begun):
         step = _begun.pop(each, _Step("", [], []))
         for parameter, shift, _ in step.changes:
-            _apply(shift.undo, each.state[parameter].get(step.key), shift)
+            _apply(shift, -shift.before, each.state[parameter].get(step.key))
         for parameter in step.made:
             del each.state[parameter][step.key]
 
@@ -271,8 +271,8 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
             buffer = state.get(known.key)
             # Adam makes its average in its first step, from zeros
             after = after if buffer is not None else moment.rate
-            shift = Shift(index, values, (share * before, share * after))
-            _apply(shift.begin, buffer, shift)
+            shift = Shift(index, values, share * before, share * after)
+            _apply(shift, shift.before, buffer)
             step.changes.append(_Change(parameter, shift, late))
 
 
@@ -281,7 +281,7 @@ def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Change the first moments after the step."""
     step = _begun.pop(optimizer, _Step("", [], []))
     for parameter, shift, late in step.changes:
-        _apply(shift.end, optimizer.state[parameter].get(step.key), shift)
+        _apply(shift, -shift.after, optimizer.state[parameter].get(step.key))
         late.used.add(id(parameter))
 
 
@@ -339,11 +339,11 @@ def _make_buffers(optimizer: torch.optim.Optimizer, group: Group) -> list[torch.
     return made
 
 
-def _apply(change: Callable[[Any], None], tensor: torch.Tensor | None, shift: Shift) -> None:
-    """Call a method of a shift with an optimizer's buffer, if there is one."""
+def _apply(shift: Shift, factor: Any, tensor: torch.Tensor | None) -> None:
+    """Add a multiple of a shift to an optimizer's buffer, if there is one."""
     if tensor is not None:
         with _flat(tensor, shift.values) as buffer:
-            change(buffer)
+            shift.add_to(buffer, factor)
 
 
 @contextlib.contextmanager

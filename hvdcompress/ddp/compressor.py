@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Unpack
 
@@ -54,6 +55,21 @@ class Arrival:
     used: frozenset[str] = frozenset()
     ready: Any = None
     error: Exception | None = None
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """A backward pass of DDP.
+
+    Attributes:
+        began: time of its first bucket (``time.perf_counter()``, seconds).
+        running: the engine's step, in the Compressor's thread; None if gradients are all-reduced without the engine.
+        arrivals: the queue of the step; None if no further bucket is expected.
+    """
+
+    began: float
+    running: Future[None] | None = None
+    arrivals: SimpleQueue[Arrival] | None = None
 
 
 class Compressor(GroupCompressor):
@@ -107,12 +123,8 @@ class Compressor(GroupCompressor):
         self.used: set[str] | None = None
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
-        self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None if no bucket is expected
-        self._running: Future[None] | None = None  # a step in the Compressor's thread, until backward() has its result
+        self._backward = BackwardPass(0.0)  # the last one
         self._stream: Any = None  # the CUDA stream of the Compressor's thread
-        self._is_plain = False  # this step is a plain all-reduce, without the engine
-        self._first_bucket_at = 0.0  # seconds, time.perf_counter()
-        self._last_bucket_at = 0.0
 
     def close(self) -> None:
         """Free the Compressor's process group. Call it between steps."""
@@ -120,7 +132,8 @@ class Compressor(GroupCompressor):
         super().close()
 
     def _is_under_way(self) -> bool:
-        return super()._is_under_way() or (self._running is not None and not self._running.done())
+        running = self._backward.running
+        return super()._is_under_way() or (running is not None and not running.done())
 
     # -- the hook, in the thread of the backward pass ---------------------------------------------------------
 
@@ -135,26 +148,17 @@ class Compressor(GroupCompressor):
         """
         buffer = bucket.buffer()
         if bucket.index() == 0:
-            # With verify_every, the engine compares the ranks' parameters, so the step cannot bypass it
-            uncompressed = self.rank_state.fallback.uncompressed and not self.rank_state.paused
-            self._is_plain = uncompressed and not self.plan.verify_every
-            self._abort_step()
-            self._first_bucket_at = time.perf_counter()
-            if self._is_plain:
-                self.rank_state.begin_round()  # so that discard() does not undo the compressed step before this one
-                self.rank_state.late = {}
-            else:
-                self._begin(buffer)
+            self._begin(buffer)
+        backward = self._backward
         if bucket.is_last():
-            self._last_bucket_at = time.perf_counter()
             # In the pass of the last bucket: with reentrant checkpointing, the first one may be of an inner pass
-            _at_the_end_of_backward(self._record_time if self._is_plain else self._end_compressed)
-        if self._is_plain:
+            _at_the_end_of_backward(partial(self._end, backward, time.perf_counter()))
+        if backward.running is None:
             return self._all_reduce(bucket)
         devices = [buffer.device] if buffer.is_cuda else None
         arrival = Arrival(bucket.is_last(), buffer, torch.futures.Future(devices=devices))
         assert arrival.future is not None
-        if self._arrivals is None:  # the step was aborted, and its error is raised at the end of this backward pass
+        if backward.arrivals is None:  # the step was aborted, and its error is raised at the end of this backward pass
             arrival.future.set_result(buffer)
             return arrival.future
         try:
@@ -168,9 +172,9 @@ class Compressor(GroupCompressor):
             # Raised here, it would end this rank's backward pass while the other ranks wait in their collectives.
             # The Compressor's thread raises it instead, and tells them
             arrival.error = error
-        self._arrivals.put(arrival)
+        backward.arrivals.put(arrival)
         if arrival.last:
-            self._arrivals = None
+            backward.arrivals = None
         return arrival.future
 
     def _all_reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -189,18 +193,26 @@ class Compressor(GroupCompressor):
         return work.get_future().then(lambda future: future.value()[0])
 
     def _begin(self, buffer: torch.Tensor) -> None:
-        """Open a step of the engine, at its first bucket."""
+        """Begin a backward pass at its first bucket: with a step of the engine, unless compression is given up."""
+        uncompressed = self.rank_state.fallback.uncompressed and not self.rank_state.paused
+        self._abort_step()
+        self._backward = BackwardPass(time.perf_counter())
+        # With verify_every, the engine compares the ranks' parameters, so the step cannot bypass it
+        if uncompressed and not self.plan.verify_every:
+            self.rank_state.begin_round()  # so that discard() does not undo the compressed step before this one
+            self.rank_state.late = {}
+            return
         self._connect(buffer.device)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
-        arrivals = self._arrivals = SimpleQueue()
-        _abort_after_backward(weakref.ref(self), arrivals)
-        self._running = self._thread.submit(self._run, arrivals)
+        arrivals = self._backward.arrivals = SimpleQueue()
+        _abort_after_backward(weakref.ref(self), self._backward)
+        self._backward.running = self._thread.submit(self._run, arrivals)
 
     def _abort_step(self) -> None:
         """Fail the open step on all ranks, if a backward pass was interrupted and left one open."""
-        arrivals = self._arrivals
-        self._arrivals = None
+        arrivals = self._backward.arrivals
+        self._backward.arrivals = None
         if arrivals is not None:
             error = RuntimeError("a backward pass ended before all of its gradients were exchanged")
             arrivals.put(Arrival(True, torch.empty(0), error=error))
@@ -208,18 +220,15 @@ class Compressor(GroupCompressor):
     def _before_forward(self, module: torch.nn.Module) -> None:
         self._abort_step()  # a forward pass means that an unfinished backward pass will not go on
 
-    def _end_compressed(self) -> None:
-        """Wait for the end of the step, and raise its error if it failed."""
-        running = self._running
-        assert running is not None
-        self._running = None
-        running.result()
-        self._record_time()
-
-    def _record_time(self) -> None:
-        """Record how long the step took. After its last bucket, the backward pass only waits for the exchange."""
+    def _end(self, backward: BackwardPass, last_bucket_at: float) -> None:
+        """Wait for the end of the step, raise its error if it failed, and record how long it took."""
+        running = backward.running
+        backward.running = None
+        if running:
+            running.result()
+        # After its last bucket, the backward pass only waits for the exchange
         now = time.perf_counter()
-        self.rank_state.note_step(self._first_bucket_at, now, now - self._last_bucket_at)
+        self.rank_state.note_step(backward.began, now, now - last_bucket_at)
 
     def _gradients(self, bucket: Any) -> dict[str, torch.Tensor]:
         """Return the gradients of a DDP bucket by name, as views of its buffer.
@@ -272,7 +281,7 @@ class Compressor(GroupCompressor):
     def _run_step(self, add: Callable[[Step], None], factor: float) -> None:
         self._connect(next(iter(self.parameters.values())).device)
         self.rank_state.begin_round()
-        self._end_step(self._exchange(add, factor))
+        self._end_step(self._run_ordered(self._config, factor, add))
 
     def _add_all(self, step: Step, arrivals: Iterator[Arrival]) -> None:
         """Give the gradients to the engine, bucket by bucket as they arrive."""
@@ -304,8 +313,8 @@ class _BackwardLifetime:
     """An object that lives as long as the backward pass whose callback refers to it."""
 
 
-def _abort_after_backward(reference: weakref.ref[Compressor], arrivals: SimpleQueue[Arrival]) -> None:
-    """Abort the step with this queue if the running backward pass ends before the last bucket, or fails.
+def _abort_after_backward(reference: weakref.ref[Compressor], backward: BackwardPass) -> None:
+    """Abort the step of a backward pass that ends before its last bucket, or fails.
 
     The other ranks wait for the collectives of the step.
     """
@@ -313,13 +322,13 @@ def _abort_after_backward(reference: weakref.ref[Compressor], arrivals: SimpleQu
 
     def ended() -> None:
         compressor = reference()
-        if compressor is None or compressor._arrivals is not arrivals:
+        if compressor is None or backward.arrivals is None:
             return
         # Inside of another pass, this was the pass of a block with reentrant checkpointing, and the step goes on
         if torch._C._current_graph_task_id() == -1:
             compressor._abort_step()
         else:
-            _abort_after_backward(reference, arrivals)
+            _abort_after_backward(reference, backward)
 
     # Autograd frees the callbacks of a pass when it has called them, and also when the pass fails
     weakref.finalize(lifetime, ended).atexit = False

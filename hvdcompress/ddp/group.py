@@ -10,10 +10,8 @@ import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress.ddp.transport import ProcessGroupTransport, connect
-from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.levels import Levels
+from hvdcompress.engine.levels import network_over
 from hvdcompress.engine.nodes import Location
-from hvdcompress.engine.step import Agree, Step
 from hvdcompress.plan import IN_ORDER, Plan
 
 
@@ -42,7 +40,6 @@ class GroupCompressor(TensorCompressor):
         )
         self._parent = parent
         self._transport: ProcessGroupTransport | None = None
-        self._network: Collectives | Levels | None = None  # the collectives over the transport
 
     def close(self) -> None:
         """Free the Compressor's process group. Call it between steps."""
@@ -57,29 +54,7 @@ class GroupCompressor(TensorCompressor):
         """
         if self._transport:
             return
-        observers = self.rank_state.observers
         nodes = self.rank_state.nodes
         transport = connect(self._parent, device, self.watchdog, nodes)
-        if nodes is None:
-            self._network = Collectives(transport, observers)
-        else:
-            self._network = Levels.over(transport, transport.split(nodes), observers)
+        self._network = network_over(transport, self.rank_state.observers, nodes)
         self._transport = transport
-
-    def _exchange(self, add: Callable[[Step], None], factor: float) -> Step:
-        """Run one step of the engine.
-
-        Args:
-            add: function that adds all gradients to the step.
-            factor: factor of sums over ranks.
-        """
-        assert self._transport is not None
-        assert self._network is not None
-        self._transport.begin()
-        step = self._step = self._new_step(self._network, self._config, Agree.FIRST_AND_LAST)
-        step.factor = factor
-        try:
-            step.run(lambda: add(step))
-        finally:
-            self._step = None
-        return step

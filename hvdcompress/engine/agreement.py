@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isclose
-from typing import Any, NoReturn
+from typing import Any
 
 
 class PeerError(RuntimeError):
@@ -42,15 +42,6 @@ class SharedConfig:
     def digest(self) -> str:
         """SHA-256 of the plan and the tensors, in hexadecimal."""
         return hashlib.sha256(repr([sorted(self.plan.items()), sorted(self.tensors.items())]).encode()).hexdigest()
-
-    def fingerprint(self, steps: Sequence[tuple[str, int]], checksums: Mapping[str, int]) -> float:
-        """Return a hash of the configuration, the steps done by each tensor, and checksums, for :class:`Status`.
-
-        Args:
-            steps: (tensor name, number of steps), sorted.
-            checksums: {name: checksum}; empty in steps without a comparison.
-        """
-        return fingerprint(self.digest, steps, sorted(checksums.items()))
 
 
 def compare_configs(everyone: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
@@ -169,23 +160,14 @@ class Status:
         high, low, scale, negative = maxima[4:]
         return cls(failed, non_finite, triggered, replaced, high, scale, high == -low, -negative)
 
-    @property
-    def saw_join(self) -> bool:
-        """Whether a rank contributed zeros, as after Horovod's ``join()``. Loss scales of other ranks are positive."""
-        return self.least_loss_scale == 0
-
-    @property
-    def agreed(self) -> bool:
-        """Whether the ranks have the same configuration, steps and loss scale."""
-        return self.alike and self.least_loss_scale in (None, self.loss_scale)
-
-    def raise_disagreement(self) -> NoReturn:
-        """Raise the error for a status with ``agreed`` False, after the configurations were compared and are equal.
+    def require_agreement(self) -> None:
+        """Check a reduced status, after the configurations were compared and are equal.
 
         Raises:
-            PeerError: always.
+            PeerError: steps or loss scales differ.
         """
-        if self.alike:
+        if not self.alike:
+            raise PeerError("ranks disagree on the step number; load the state of the same step on every rank")
+        if self.least_loss_scale != self.loss_scale:
             scales = f"it is {self.least_loss_scale} on one and {self.loss_scale} on another"
             raise PeerError(f"ranks disagree on the loss scale: {scales}; update it on all ranks in the same step")
-        raise PeerError("ranks disagree on the step number; load the state of the same step on every rank")

@@ -7,8 +7,9 @@ is still intact.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -52,16 +53,6 @@ class BucketState:
 
         return cls(bucket, zeros(declared_slots(bucket)), tuple(map(zeros, declared_by_members(bucket))))
 
-    def without_residual(self) -> BucketState:
-        """Return the state with a residual of zeros."""
-        slots = {name: 0 * array if name == feedback.RESIDUAL else array for name, array in self.slots.items()}
-        return replace(self, slots=slots)
-
-    def arrays(self) -> list[Array]:
-        """Return every array of the state."""
-        found = [*self.slots.values(), *(array for own in self.members for array in own.values())]
-        return found if self.arrived is None else [*found, self.arrived]
-
 
 @dataclass(eq=False)
 class Memory:
@@ -69,50 +60,30 @@ class Memory:
 
     Attributes:
         scratch: {name: array} that the method uses within a step.
-        members: the same for each tensor, if the method runs on each tensor.
-        flat: buffer for the concatenated gradients of all tensors; None if not needed so far.
+        members: the same for each tensor, by its index, if the method runs on each tensor.
+        pairs: {slot: its two alternating buffers}.
         lengths: {``Exchange.collective_key``: payload bytes on all ranks} of fixed-length all-gathers in this phase.
     """
 
     scratch: dict[str, Array] = field(default_factory=dict)
-    members: list[dict[str, Array]] = field(default_factory=list)
-    flat: Array | None = None
+    members: defaultdict[int, dict[str, Array]] = field(default_factory=lambda: defaultdict(dict))
     lengths: dict[Hashable, int] = field(default_factory=dict)
-    _pairs: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # {slot: its two alternating buffers}
+    pairs: dict[str, tuple[Array, Array]] = field(default_factory=dict)
 
     def second_buffer(self, slot: str, current: Array, dtype: str, ops: Ops) -> Array:
         """Return the buffer for the new value of a slot, which is never the buffer of the current value."""
         # Compare identities instead of alternating: after discard() the current array is the one of two steps ago
-        for buffer in self._pairs.get(slot, ()):
+        for buffer in self.pairs.get(slot, ()):
             if buffer is not current and len(buffer) == len(current):
                 return buffer
         buffer = ops.zeros(len(current), dtype, like=current)
-        self._pairs[slot] = (current, buffer)
+        self.pairs[slot] = (current, buffer)
         return buffer
-
-    def flat_buffer(self, size: int, dtype: str, like: Array, ops: Ops) -> Array:
-        """Return the buffer for the concatenated gradients of all tensors, uninitialised, [size]."""
-        # The dtype changes if a schedule switches between methods that do and do not keep float64
-        if self.flat is None or itemsize(dtype) * size != self.flat.nbytes:
-            self.flat = ops.zeros(size, dtype, like)
-        return self.flat
-
-    def of_member(self, index: int) -> dict[str, Array]:
-        """Return the scratch arrays of one tensor of the bucket."""
-        while len(self.members) <= index:
-            self.members.append({})
-        return self.members[index]
 
     def clear_scratch(self) -> None:
         """Forget the scratch arrays, because an abandoned collective may still write to them."""
         self.scratch.clear()
         self.members.clear()
-
-    def arrays(self) -> list[Array]:
-        """Return all arrays, including those that the current state uses."""
-        pairs = [array for pair in self._pairs.values() for array in pair]
-        scratch = [array for each in (self.scratch, *self.members) for array in each.values()]
-        return [*pairs, *scratch] if self.flat is None else [*pairs, *scratch, self.flat]
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:

@@ -159,28 +159,22 @@ def by_rank(lengths: Sequence[int], world_size: int) -> list[int]:
 
 
 @dataclass(eq=False)
-class Running:
-    """A collective in flight, and its result once it is available."""
-
-    handle: Handle
-    out: Array | None = None
-
-
-@dataclass(eq=False)
 class Pending:
     """A method's collective in flight. It may take two collectives of the transport: lengths, then payloads.
 
     Attributes:
-        running: the transport's current collective.
+        handle: the transport's handle of its current collective.
         lengths: for all-gather and all-to-all, the bytes from each rank; None until they are known.
+        out: the result of the transport's current collective, once it is available.
     """
 
     name: str
     collective: Collective
     request: Request
     ops: Ops
-    running: Running
+    handle: Handle
     lengths: Sequence[int] | None = None
+    out: Array | None = None
 
 
 class Collectives:
@@ -232,38 +226,33 @@ class Collectives:
         ops = ops or hvdcompress.ops.fast
         # Before observers are notified, because the root computes its payload here
         request = lower(collective, self.group.rank, self.world_size, ops, like, self.transport.native_broadcast)
-        full = f"{name}.round{round}"
-        if isinstance(collective, AllGather):
-            own = collective.x
-            if lengths is not None:
-                # No collective for the lengths, for example because they are fixed and known from an earlier step
-                self._sent(name, Sent("AllGather", own, len(own), lengths))
-                request = Request("all_gather", own, recv_lengths=lengths)
-            elif not self.transport.variable_lengths:  # MPI and torch.distributed need all lengths before the payloads
-                length = np.array([len(own)], np.int64).view(np.uint8)
-                self._sent("lengths", Sent("AllGather", length, 8, [8] * self.world_size))
-                request_lengths = Request("all_gather", length, recv_lengths=(8,) * self.world_size)
-                return Pending(name, collective, request, ops, self._start(f"{full}.lengths", request_lengths))
+        kind = type(collective).__name__
+        if lengths is not None:
+            request = replace(request, recv_lengths=lengths)
         elif has_headers(collective) and not self.transport.variable_lengths:
-            lengths_to_each = np.array(request.send_lengths, np.int64).view(np.uint8)
-            self._sent("lengths", Sent("AllToAll", lengths_to_each, 8 * self.world_size))
+            # MPI and torch.distributed need all lengths before the payloads
+            own = request.send_lengths or (len(collective.x),)
+            announced = np.array(own, np.int64).view(np.uint8)
             eight = (8,) * self.world_size
-            request_lengths = Request("all_to_all", lengths_to_each, send_lengths=eight, recv_lengths=eight)
-            return Pending(name, collective, request, ops, self._start(f"{full}.lengths", request_lengths))
-        else:
-            if isinstance(collective, Broadcast):
-                payload = request.payload if self.group.rank == int(collective.root) else None
-                num_bytes = collective.num_bytes
-            else:
-                payload = collective.x
-                num_bytes = int(collective.x.nbytes)
-            splits = collective.splits if isinstance(collective, AllToAll) else None
-            self._sent(name, Sent(type(collective).__name__, payload, num_bytes, splits=splits))
-        return Pending(name, collective, request, ops, self._start(full, request), request.recv_lengths)
+            self._sent("lengths", Sent(kind, announced, len(announced), eight if kind == "AllGather" else None))
+            first = replace(
+                request, payload=announced, send_lengths=eight if request.send_lengths else None, recv_lengths=eight
+            )
+            handle = self.transport.start(f"{name}.round{round}.lengths", first)
+            return Pending(name, collective, request, ops, handle)
+        if isinstance(collective, Broadcast):
+            payload = request.payload if self.group.rank == int(collective.root) else None
+            self._sent(name, Sent(kind, payload, collective.num_bytes))
+        elif isinstance(collective, AllToAll):
+            self._sent(name, Sent(kind, collective.x, collective.x.nbytes, splits=collective.splits))
+        elif lengths is not None or not isinstance(collective, AllGather):  # otherwise when the lengths have come
+            self._sent(name, Sent(kind, collective.x, collective.x.nbytes, lengths))
+        handle = self.transport.start(f"{name}.round{round}", request)
+        return Pending(name, collective, request, ops, handle, request.recv_lengths)
 
     def ready(self, pending: Pending) -> bool:
         """Return whether :meth:`advance` would not block."""
-        return pending.running.out is not None or self.transport.ready(pending.running.handle)
+        return pending.out is not None or self.transport.ready(pending.handle)
 
     def advance(self, pending: Pending) -> bool:
         """Wait for the transport's current collective.
@@ -271,7 +260,9 @@ class Collectives:
         Returns:
             Whether the method's collective is done. If False, its lengths have arrived and its payloads are in flight.
         """
-        out = self._wait(pending.running)
+        if pending.out is None:
+            pending.out = self._timed(self.transport.wait, pending.handle)
+        out = pending.out
         collective = pending.collective
         if not has_headers(collective):
             return True
@@ -280,10 +271,10 @@ class Collectives:
         if pending.lengths is None and not self.transport.variable_lengths:
             # This was the collective of the lengths
             lengths = pending.lengths = np.asarray(out).view(np.int64).tolist()
-            self._sent(
-                pending.name, Sent(type(collective).__name__, own, len(own), None if splits else lengths, splits)
-            )
-            pending.running = self._start(pending.name, replace(pending.request, recv_lengths=tuple(lengths)))
+            known = None if splits else lengths
+            self._sent(pending.name, Sent(type(collective).__name__, own, len(own), known, splits))
+            pending.handle = self.transport.start(pending.name, replace(pending.request, recv_lengths=tuple(lengths)))
+            pending.out = None
             return False
         # For fused payloads, only the headers tell where the payload of each tensor begins
         were_known = pending.lengths is not None
@@ -296,12 +287,12 @@ class Collectives:
 
     def result(self, pending: Pending) -> Any:
         """Return the result of a finished collective, in the form that the method expects."""
-        assert pending.running.out is not None
-        return lift(pending.collective, pending.running.out, pending.lengths or (), pending.ops)
+        assert pending.out is not None
+        return lift(pending.collective, pending.out, pending.lengths or (), pending.ops)
 
     def idle(self, pending: Pending) -> None:
         """Let the transport work until the result of ``pending`` may be available, or for a moment."""
-        self._timed(self.transport.idle, pending.running.handle)
+        self._timed(self.transport.idle, pending.handle)
 
     # -- collectives of the engine itself, for statuses and errors --------------------------------
 
@@ -329,17 +320,10 @@ class Collectives:
 
     def _gather(self, name: str, data: Array, lengths: Sequence[int] | None = None) -> Any:
         recv_lengths = tuple(lengths or [len(data)] * self.world_size)
-        return self._wait(self._start(name, Request("all_gather", data, recv_lengths=recv_lengths)))
+        handle = self.transport.start(name, Request("all_gather", data, recv_lengths=recv_lengths))
+        return self._timed(self.transport.wait, handle)
 
     # -- inside -------------------------------------------------------------------------------------------
-
-    def _start(self, name: str, request: Request) -> Running:
-        return Running(self.transport.start(name, request))
-
-    def _wait(self, running: Running) -> Array:
-        if running.out is None:
-            running.out = self._timed(self.transport.wait, running.handle)
-        return running.out
 
     def _timed(self, function: Callable[[Handle], Any], handle: Handle) -> Any:
         began = time.perf_counter()

@@ -1,79 +1,176 @@
-"""Commit of a step: keep all new states, or none."""
+"""A bucket in one step, from its old state to its new one; and the commit, which keeps all new states or none."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hvdcompress.engine.bucket_state import BucketState
-from hvdcompress.engine.late import Late
+from hvdcompress.engine.late import RENEWED, Late, stamp_of
 from hvdcompress.engine.state import RankState
 from hvdcompress.method import Array
 from hvdcompress.ops.spec import Ops
+from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket
 
-
-class Part(Protocol):
-    """A bucket in one step: an exchange that was delivered, or a :class:`PassedThrough`.
-
-    Attributes:
-        name: the name of the bucket.
-        begun_in: ``RankState.round`` at the beginning.
-        late: after :meth:`new_state`, what the optimizer's momentum is adapted to; None if it is not adapted.
-    """
-
-    name: str
-    begun_in: int
-    late: Late | None
-
-    @property
-    def state(self) -> BucketState:
-        """The state before the step."""
-
-    def new_state(self, before: BucketState, unused: Collection[str] = ()) -> BucketState:
-        """Return the state after the step. ``before`` is the state, unless the step has the bucket twice."""
-
-    def close(self) -> None:
-        """End after the commit."""
-
-    def abandon(self, fill: bool = False) -> None:
-        """End without effect; fill the results with NaN on request."""
+Slots = dict[str, Array]
 
 
-class PassedThrough:
-    """A gradient that the driver's framework reduces itself, in place; the engine only counts its steps.
+class Part:
+    """A bucket in one step: from the state before the step to the state after it.
+
+    A plain Part is a gradient that the driver's framework reduces itself, in place: the engine only counts its steps.
 
     Args:
         rank_state: this rank's state.
-        bucket: a bucket whose next step ``passes_through``.
-        like: an array on the gradient's device.
+        bucket: the bucket.
+        like: an array on the gradients' device, such as the first gradient.
         ops: the array ops of its library.
-        gradient: the PyTorch tensor that the framework reduces; None if the driver fills results with NaN itself.
+
+    Attributes:
+        name: the name of the bucket.
+        next_step: method and phase of the step.
+        method: the method of the step.
+        dtype: dtype of the computation, "float32" or "float64".
+        paused: whether the step leaves the state unchanged.
+        state: the state before the step.
+        memory: the reused buffers of the bucket.
+        begun_in: ``RankState.round`` at the beginning.
+        outs: arrays that receive the reduced gradients, one per tensor of the bucket; None where the driver keeps it.
+        round: the index of the current collective, from 0; with two levels, at its level.
+        late: after :meth:`new_state`, what the optimizer's momentum is adapted to; None if it is not adapted.
+
+    Raises:
+        ValueError: the shape of a tensor has changed.
     """
 
-    def __init__(self, rank_state: RankState, bucket: Bucket, like: Array, ops: Ops, gradient: Any = None):
+    def __init__(self, rank_state: RankState, bucket: Bucket, like: Array, ops: Ops):
         self.rank_state = rank_state
-        self.gradient = gradient
+        self.bucket = bucket
+        self._note_begun()
+        self.like = like
+        self.ops = ops
         self.name = bucket.spec.name
         self.next_step = rank_state.next_step(bucket)
-        rank_state.note_begun(bucket)
-        self.state = rank_state.state_of(self.next_step, like, ops)
+        self.method = self.next_step.method
+        self.dtype = self.next_step.dtype
+        self.paused = rank_state.uncompressed
+        self.state = state = self.next_step.state or self._first_state()
+        self.memory = rank_state.memory[self.name]
         self.begun_in = rank_state.round
+        self.outs: list[Any] = [None] * len(bucket.members)
         self.late: Late | None = None
+        self.round = -1
+        for before, now in zip(state.bucket.members, bucket.members, strict=True) if state.bucket is not bucket else ():
+            if before.shape != now.shape:
+                raise ValueError(f"tensor {now.name!r} had shape {before.shape} before and has {now.shape} now")
 
-    def new_state(self, before: BucketState, unused: Collection[str] = ()) -> BucketState:
-        """Return the state after the step."""
-        new, self.late = self.rank_state.progressed(self.next_step, before, unused)
-        return new
+    def _note_begun(self) -> None:
+        self.rank_state.note_begun(self.bucket)
+
+    def _first_state(self) -> BucketState:
+        return BucketState.zeros(self.bucket, self.like, self.ops)
+
+    def new_state(self, unused: Collection[str] = ()) -> BucketState:
+        """Return the state after the step, and set :attr:`late`.
+
+        Args:
+            unused: names of the tensors whose results no rank uses. They keep their residual and velocity.
+        """
+        if self.paused:
+            return self.state
+        slots, members = self.new_slots(unused)
+        return BucketState(
+            self.bucket,
+            slots,
+            members,
+            self._note_sent(unused),
+            self.state.step + 1,
+            self.state.triggers,
+            self.next_step.restart,
+            self._is_flushed(unused),
+        )
+
+    def new_slots(self, unused: Collection[str]) -> tuple[Slots, tuple[Slots, ...]]:
+        """Return ``slots`` and ``members`` of the state after the step."""
+        return self.state.slots, self.state.members
+
+    def _sent(self) -> tuple[list[Array] | None, int]:
+        """Return the elements that were sent, and how many ranks have selected them; see :class:`Late`."""
+        return None, 1
+
+    def _note_sent(self, unused: Collection[str]) -> Array | None:
+        """Set :attr:`late`, and return ``BucketState.arrived`` after the step."""
+        method = self.method
+        if not momentum.adapts(method):
+            return None
+        indices, ranks = self._sent()
+        by_age = method.sparse and not momentum.at_once(method) and self.rank_state.tracks_ages is not False
+        if indices is None or not by_age:
+            self.late = Late(self.bucket, method, indices, ranks=ranks)
+            return None
+        bucket = self.bucket
+        step = self.state.step
+        ops = self.ops
+        before: Any = self.state.arrived
+        if before is None:  # as if every element had been sent in the last step
+            before = ops.zeros(bucket.spec.size, "int8", indices[0])
+            before[:] = stamp_of(step)
+        arrived: Any = self.memory.second_buffer("arrived", before, "int8", ops)
+        spans = bucket.spans if len(indices) > 1 else [(0, bucket.spec.size)]
+        now = stamp_of(step + 1)
+        ages = [
+            ops.stamp(before[start:stop], now, index, arrived[start:stop])
+            for index, (start, stop) in zip(indices, spans, strict=True)
+        ]
+        for start, stop in self._spans_of(unused):
+            arrived[start:stop] = before[start:stop] + 1  # without a gradient, no element waits longer
+        # A stamp is the step modulo 256. Renew old ones before they would look like recent ones
+        if step % RENEWED == 0:
+            arrived[now - arrived > momentum.MAX_WAIT] = stamp_of(step + 1 - momentum.MAX_WAIT)
+        self.late = Late(bucket, method, indices, ages, ranks)
+        return arrived
+
+    def _spans_of(self, names: Collection[str]) -> list[tuple[int, int]]:
+        """Return the spans of the tensors with these names in the bucket."""
+        pairs = zip(self.bucket.members, self.bucket.spans, strict=True) if names else ()
+        return [span for member, span in pairs if member.name in names]
+
+    def _is_flushed(self, unused: Collection[str]) -> bool:
+        """Return ``BucketState.flushed`` after the step."""
+        if self.state.flushed or not self.rank_state.fallback.flushes_all:
+            return self.state.flushed
+        return not (self._puts_back() or any(member.name in unused for member in self.bucket.members))
+
+    def _puts_back(self) -> bool:
+        """Return whether the range of float16 has put a part of the results back into the residuals.
+
+        With two levels, the other ranks of the node do not know, so float16 gradients always wait.
+        """
+        return bool(self.rank_state.nodes) and self.bucket.spec.dtype == "float16"
+
+    def describe_wait(self, count: int = 1) -> str:
+        """Describe the collective that this rank waits for. ``count`` is the number of buckets that wait."""
+        more = f", and {count - 1} more" if count > 1 else ""
+        return f"tensor {self.name!r} (method {self.method.id}, round {max(self.round, 0)}{more})"
 
     def close(self) -> None:
-        """Report the commit."""
-        self.rank_state.note_committed(self.name)
+        """End after the commit."""
+        self._report_commit({})
+
+    def _report_commit(self, counters: dict[str, Any]) -> None:
+        for observer in self.rank_state.observers:
+            observer.committed(self.rank_state.rank, self.name, counters)
 
     def abandon(self, fill: bool = False) -> None:
-        """Fill the gradient with NaN on request."""
-        if fill and self.gradient is not None:
-            self.gradient.fill_(float("nan"))
+        """End without effect.
+
+        Args:
+            fill: whether to fill the results with NaN.
+        """
+        for out in self.outs if fill else ():
+            if out is not None:
+                out[...] = float("nan")
 
 
 def commit_step(
@@ -107,8 +204,8 @@ def commit_step(
     # All new states are built before the first one is stored, so that an exception leaves the step without effect.
     new: dict[str, BucketState] = {}
     for part in parts:
-        # A TensorFlow graph may contain several steps of one tensor, hence the lookup in ``new``.
-        new[part.name] = part.new_state(new.get(part.name) or rank_state.states[part.name], unused)
+        part.state = new.get(part.name, part.state)  # a TensorFlow graph may contain several steps of one tensor
+        new[part.name] = part.new_state(unused)
     rank_state.swap(new, min((part.begun_in for part in parts), default=None))
     rank_state.late |= {part.name: part.late for part in parts if part.late}
     for part in parts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,9 +12,8 @@ import numpy as np
 
 from hvdcompress.engine import late
 from hvdcompress.engine.agreement import SharedConfig
-from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.fallback import SPREAD, Verdict
-from hvdcompress.engine.levels import Levels
+from hvdcompress.engine.levels import Network
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
 from hvdcompress.engine.rehearsal import gathers
 from hvdcompress.engine.safety.watchdog import Progress, Watchdog
@@ -34,7 +32,7 @@ from hvdcompress.plan import Bucket, Plan
 Op = Literal["average", "sum"]
 
 
-class Compressor(ABC):
+class Compressor:
     """Framework-independent base class of all Compressors.
 
     Args:
@@ -54,6 +52,7 @@ class Compressor(ABC):
     driver = "unnamed"  #: the name of the driver, which is saved with the state
     _framework = Framework()  #: functions of the driver's framework that the engine calls
     _no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
+    _network: Network  #: the collectives of this rank, once the driver is connected
     _refused: Mapping[str, str] = {}  #: {plan key that this driver does not support: the reason}
 
     def __init__(
@@ -64,12 +63,15 @@ class Compressor(ABC):
         loss_scale: float | Callable[[], float] = 1.0,
         location: Location | None = None,
     ):
-        self._refuse_keys(plan)
+        for key, reason in self._refused.items():
+            if getattr(plan, key):
+                raise ValueError(f"{key} must be 0: {reason}")
         self.plan = plan
         self.loss_scale = loss_scale
         self.ledger = Ledger(world_size, rank)
         self.rank_state = RankState(plan, rank, world_size, self.ledger)
         self.is_adapted = False
+        self._step: Step | None = None  # the open step; None between steps
         self._use_nodes(location)
         self.rank_state.driver = self.driver
         if world_size == 1:
@@ -85,12 +87,6 @@ class Compressor(ABC):
         myself = weakref.ref(self)
         self.watchdog = Watchdog(rank, world_size, plan, lambda: _progress_of(myself()))
 
-    def _refuse_keys(self, plan: Plan) -> None:
-        """Raise ValueError if the plan has a key that this driver does not support."""
-        for key, reason in self._refused.items():
-            if getattr(plan, key):
-                raise ValueError(f"{key} must be 0: {reason}")
-
     def _use_nodes(self, location: Location | None) -> None:
         """Choose between one level and two, as the plan's ``nodes`` says.
 
@@ -99,7 +95,9 @@ class Compressor(ABC):
         """
         local = self.rank_state
         nodes = find_nodes(self.plan.nodes, local.rank, local.world_size, location)
-        if nodes and self.plan.nodes == "auto" and not self._gathers():
+        methods = [program.main for program in (self.plan.program, *(rule.program for rule in self.plan.rules))]
+        sample = TensorSpec("sample", (256, 256))
+        if nodes and self.plan.nodes == "auto" and not any(gathers(method, sample) for method in methods):
             # A sum crosses a node's link once, whatever the number of ranks, so a second level would only add to it
             nodes = None
             if local.rank == 0:
@@ -108,20 +106,18 @@ class Compressor(ABC):
         if nodes and local.rank == 0:
             log.info_once(f"exchange with two levels: {nodes}, uncompressed inside a node")
 
-    def _gathers(self) -> bool:
-        """Return whether a method of the plan gathers payloads; see :func:`hvdcompress.engine.rehearsal.gathers`."""
-        programs = [self.plan.program, *(rule.program for rule in self.plan.rules)]
-        return any(gathers(program.main, TensorSpec("sample", (256, 256))) for program in programs)
-
     # -- state ----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def residual(self, name: str) -> Any:
         """Return a copy of this rank's residual of a tensor, in the tensor's shape; zeros if the method keeps none.
 
+        Args:
+            name: the tensor's name.
+
         Raises:
-            KeyError: there is no tensor of that name.
+            KeyError: no tensor with this name has been reduced.
         """
+        return self.rank_state.residual(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: plan, steps and residuals. Ranks differ, so save the state of every rank.
@@ -133,7 +129,6 @@ class Compressor(ABC):
     def _state(self) -> dict[str, Any]:
         return self.rank_state.state_dict()
 
-    @abstractmethod
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a value of :meth:`state_dict` that was saved on the same rank; also before the first step.
 
@@ -142,6 +137,7 @@ class Compressor(ABC):
         Raises:
             ValueError: rank, number of ranks or tensors do not match. Then nothing is changed.
         """
+        self.rank_state.load_state_dict(saved)
 
     def save(self, folder: str | Path) -> Path:
         """Write this rank's state to its own file in ``folder``. Call it on every rank, after the same step.
@@ -172,19 +168,40 @@ class Compressor(ABC):
         """Delete residuals and other state, and free their memory. Tensors start again from step 0."""
         self.rank_state.release()
 
-    @abstractmethod
     def _waits_for(self) -> str | None:
         """Describe what the current step waits for; None outside of a step. The watchdog's thread calls it."""
+        step = self._step
+        return step.waits_for() if step else None
 
     def _is_over(self) -> bool:
         """Return whether the ranks of this Compressor are gone, as after a reset of elastic training."""
         return False
 
-    def _new_step(self, network: Collectives | Levels, config: SharedConfig, agree: Agree) -> Step:
-        """Return a step with the current loss scale, whose error is deferred."""
-        step = Step(self.rank_state, network, config, agree, self._framework)
-        with step.defer_errors:
-            step.loss_scale = self._current_loss_scale()
+    def _open_step(self, config: SharedConfig, agree: Agree) -> Step:
+        """Open a step with the current loss scale, whose error is deferred."""
+        step = self._step = Step(self.rank_state, self._network, config, agree, self._framework)
+        with step.defer_errors():
+            step.loss_scale = evaluate_loss_scale(self.loss_scale)
+        return step
+
+    def _run_ordered(
+        self, config: SharedConfig, factor: float, add: Callable[[Step], object], error: Exception | None = None
+    ) -> Step:
+        """Run a whole step on an ordered network; see :meth:`Step.run`.
+
+        Args:
+            config: plan and tensors, which must be equal on all ranks.
+            factor: factor of sums over ranks.
+            add: function that adds all gradients to the step.
+            error: an error in the input of this rank.
+        """
+        step = self._open_step(config, Agree.FIRST_AND_LAST)
+        step.factor = factor
+        step.error = error or step.error
+        try:
+            step.run(lambda: add(step))
+        finally:
+            self._step = None
         return step
 
     def _end_step(self, step: Step) -> None:
@@ -381,7 +398,7 @@ class Compressor(ABC):
     def _allreduce(self, tensors: Mapping[str, Any], op: Op, out: Mapping[str, Any] | None) -> dict[str, Any]:
         raise NotImplementedError(f"allreduce() is not available under {self.driver}")
 
-    def close(self) -> None:  # noqa: B027 (Horovod owns what a Compressor under it uses)
+    def close(self) -> None:  # Horovod owns what a Compressor under it uses
         """Free process groups, communicators and threads of the Compressor. Call it between steps, on every rank."""
 
     def __enter__(self) -> Self:
@@ -470,14 +487,6 @@ class Compressor(ABC):
     def _own_buckets(self) -> list[Bucket]:
         """Return the buckets that this rank exchanges: with two levels, other ranks of its node exchange others."""
         return [bucket for bucket in self._buckets() if self.rank_state.owns(bucket)]
-
-    def _current_loss_scale(self) -> float:
-        """Return the current loss scale.
-
-        Raises:
-            ValueError: the loss scale is not a positive finite number.
-        """
-        return evaluate_loss_scale(self.loss_scale)
 
 
 def _progress_of(compressor: Compressor | None) -> Progress | None:

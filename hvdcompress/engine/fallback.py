@@ -116,8 +116,6 @@ class Fallback:
             began: time of the first gradient, in seconds.
             ended: time at which the last result was available.
         """
-        if not self.compares:
-            return
         if self._last is not None:
             uncompressed, counts, before = self._last
             if counts:
@@ -144,17 +142,15 @@ class Fallback:
         Args:
             votes: elementwise maximum of the :meth:`votes` of all ranks; may be empty.
         """
-        if not votes or not self.compares:
+        if not votes:
             return
         compressed, dense, *exchanges = votes
         if self._steps < _FIRST:
             # A single whole step may contain an evaluation, so compare the exchanges only
             compressed, dense = exchanges
             decided = dense > CLEAR * compressed + LONG
-        elif self._steps < _ALL:
-            decided = max(dense, compressed) > CLEAR * min(dense, compressed)
         else:
-            decided = True
+            decided = self._steps >= _ALL or max(dense, compressed) > CLEAR * min(dense, compressed)
         if decided:
             self.seconds = (compressed, dense)
             self.verdict = Verdict.COMPRESS if compressed < WORTH * dense else Verdict.FLUSH
@@ -173,19 +169,13 @@ class Fallback:
         """Return the verdict as plain data for a saved state."""
         return {"verdict": self.verdict.value, "seconds": list(self.seconds)}
 
-    def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Restore a saved verdict. An unfinished measurement starts again."""
-        self.verdict = Verdict.OPEN
-        self.seconds = (0.0, 0.0)
-        self.num_flushed = 0
-        self._steps = 0
-        self._last = None
-        self._exchanges = {False: [], True: []}
-        self._whole = {False: [], True: []}
-        if saved:
-            self.verdict = Verdict(saved["verdict"])
-            compressed, dense = saved["seconds"]
-            self.seconds = (compressed, dense)
+    @classmethod
+    def restored(cls, on: bool, saved: Mapping[str, Any] | None) -> Fallback:
+        """Return a fallback with a saved verdict. An unfinished measurement starts again."""
+        if not saved:
+            return cls(on)
+        compressed, dense = saved["seconds"]
+        return cls(on, Verdict(saved["verdict"]), (compressed, dense))
 
     def __str__(self) -> str:
         """Return the measured durations and the verdict, for logs."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 import hvdcompress.ops
 from hvdcompress.method import Array, Method
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import NumpyArray, dtype_name
+from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import momentum
 from hvdcompress.parts.momentum import MAX_WAIT, Moment
 from hvdcompress.plan import Bucket
@@ -29,52 +30,47 @@ MANY = 64  #: runs of indices, beyond which all elements are compared
 COUNTED = 4096  #: elements; of more, a sample of about this size estimates how many ranks send the same element
 
 
+@dataclass(eq=False)
 class Late:
     """What one exchange of a bucket has sent.
 
-    Args:
+    Attributes:
         bucket: the bucket.
         method: the method of the exchange.
         indices: the elements that were sent, in order of the ranks: one array for the bucket, or one per tensor. None
             if all of them were sent.
         ages: for each of them, int8 steps since it was last sent; None if these are not tracked.
         ranks: number of ranks that selected elements of their own.
-
-    Attributes:
         used: keys of the parts whose gradient an optimizer has used. The driver chooses the keys.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        method: Method,
-        indices: list[Array] | None = None,
-        ages: list[Array] | None = None,
-        ranks: int = 1,
-    ):
-        self.bucket = bucket
-        self.method = method
-        self.used: set[Hashable] = set()
-        self._indices = indices
-        self._ages = ages
-        self._ranks = ranks
+    bucket: Bucket
+    method: Method
+    indices: list[Array] | None = None
+    ages: list[Array] | None = None
+    ranks: int = 1
+    used: set[Hashable] = field(default_factory=set)
 
     def absorb(self, earlier: Late) -> None:
         """Add what an earlier exchange of the same bucket has sent, because the gradients of both are added up."""
-        if not (self._indices and earlier._indices):
+        if not (self.indices and earlier.indices):
             return
-        for number, (index, before) in enumerate(zip(self._indices, earlier._indices, strict=True)):
+        for number, (index, before) in enumerate(zip(self.indices, earlier.indices, strict=True)):
             ops = ops_of(index)
             ascending = ops.sort(index)
             again = ops.searchsorted(ascending, before) < ops.searchsorted(ascending, before + 1)
-            self._indices[number] = ops.concat([index, before[~again]])
-            if self._ages and earlier._ages:
-                self._ages[number] = ops.concat([self._ages[number], earlier._ages[number][~again]])
+            self.indices[number] = ops.concat([index, before[~again]])
+            if self.ages and earlier.ages:
+                self.ages[number] = ops.concat([self.ages[number], earlier.ages[number][~again]])
 
     @cached_property
     def _runs(self) -> list[list[tuple[int, int]]]:
-        """The ascending runs that each array of indices consists of."""
-        return [_runs_of(index) for index in self._indices or ()]
+        """The ascending runs that each array of indices consists of, usually one per rank; none if there are many."""
+        runs = []
+        for index in self.indices or ():
+            breaks = (np.flatnonzero(index[1:] < index[:-1]) + 1).tolist()
+            runs.append(list(pairwise([0, *breaks, len(index)])) if len(breaks) < MANY else [])
+        return runs
 
     @cached_property
     def _spread(self) -> float:
@@ -83,14 +79,14 @@ class Late:
         If there are many elements, only those whose index is divisible by a power of two are counted.
         """
         sent = different = 0
-        for index in self._indices if self._indices and self._ranks > 1 else ():
+        for index in self.indices if self.indices and self.ranks > 1 else ():
             power = max(0, (len(index) // COUNTED).bit_length())
             if power:
                 index = index[index & (2**power - 1) == 0]
             host = index if isinstance(index, np.ndarray) else index.cpu().numpy()
             sent += len(host)
             different += len(np.unique(host))
-        return max(1.0, round(8 * self._ranks * different / sent) / 8) if sent else 1.0
+        return max(1.0, round(8 * self.ranks * different / sent) / 8) if sent else 1.0
 
     def part(self, number: int, start: int = 0, stop: int | None = None) -> tuple[Array | None, Array | None]:
         """Return the index and the ages of the elements that were sent of a tensor.
@@ -100,13 +96,13 @@ class Late:
             start: the beginning of a part of the tensor; indices are relative to it.
             stop: its end; by default that of the tensor.
         """
-        if self._indices is None:
+        if self.indices is None:
             return None, None
         size = self.bucket.members[number].size
         stop = size if stop is None else stop
-        whole = len(self._indices) == len(self.bucket.members)
-        index = self._indices[number if whole else 0]
-        ages = self._ages[number if whole else 0] if self._ages else None
+        whole = len(self.indices) == len(self.bucket.members)
+        index = self.indices[number if whole else 0]
+        ages = self.ages[number if whole else 0] if self.ages else None
         if whole and (start, stop) == (0, size):
             return index, ages
         first = start + (0 if whole else self.bucket.spans[number][0])
@@ -147,12 +143,6 @@ def ops_of(array: Array) -> Ops:
     return ops
 
 
-def _runs_of(index: NumpyArray) -> list[tuple[int, int]]:
-    """Return the ascending runs that the indices consist of, usually one per rank; nothing if there are many."""
-    breaks = (np.flatnonzero(index[1:] < index[:-1]) + 1).tolist()
-    return list(pairwise([0, *breaks, len(index)])) if len(breaks) < MANY else []
-
-
 def nonzero(x: Array) -> Array:
     """Return the indices of the elements of x [n] that are not zero, in ascending order."""
     return np.flatnonzero(x) if isinstance(x, np.ndarray) else x.nonzero().reshape(-1)
@@ -163,33 +153,24 @@ def stamp_of(step: int) -> int:
     return (step + 2**7) % 2**8 - 2**7
 
 
+@dataclass(eq=False)
 class Shift:
     """A change of one optimizer buffer for one step.
 
-    Args:
+    Attributes:
         index: the elements, as of :meth:`Late.part`; None for all.
         values: c·g of these elements.
-        changes: the multiples of ``values`` to add before the step and to subtract after it; see ``Moment.changes``.
+        before: the multiple of ``values`` to add before the step; see ``Moment.changes``.
+        after: the multiple to subtract after it.
     """
 
-    def __init__(self, index: Array | None, values: Array, changes: tuple[Any, Any]):
-        self.index = index
-        self.values = values
-        self.before, self.after = changes
+    index: Array | None
+    values: Array
+    before: Any
+    after: Any
 
-    def begin(self, buffer: Array) -> None:
-        """Change the buffer [n] before the step, in place."""
-        self._add(buffer, self.before)
-
-    def end(self, buffer: Array) -> None:
-        """Change the buffer after the step, in place."""
-        self._add(buffer, -self.after)
-
-    def undo(self, buffer: Array) -> None:
-        """Take back :meth:`begin`, because the step has failed or begins again."""
-        self._add(buffer, -self.before)
-
-    def _add(self, buffer: Array, factor: Any) -> None:
+    def add_to(self, buffer: Array, factor: Any) -> None:
+        """Add a multiple of :attr:`values` to the buffer [n], in place."""
         if dtype_name(buffer) == "float32" and isinstance(factor, float):
             if self.index is None:
                 ops_of(buffer).subtract(buffer, self.values, -factor)
@@ -222,8 +203,7 @@ def adapted(
     Raises:
         ValueError: a tensor has a buffer but no gradient, or they have not the size of the tensor.
     """
-    shifts: list[tuple[Array, Shift]] = []
-    used: list[tuple[Late, str]] = []
+    changes: list[tuple[Late, str, Array, Shift]] = []
     for late in list(sent) if moment.decay else ():
         for number, member in enumerate(late.bucket.members):
             if member.name not in buffers or member.name in late.used:
@@ -238,17 +218,15 @@ def adapted(
             values, share = late.values(gradient, index, ages, moment)
             values = values.copy() if index is None else values  # the step may change its gradients
             before, after = moment.changes(late.method)
-            shifts.append((buffer, Shift(index, values, (share * before, share * after))))
-            used.append((late, member.name))
-    for buffer, shift in shifts:
-        shift.begin(buffer)
+            changes.append((late, member.name, buffer, Shift(index, values, share * before, share * after)))
+    for _, _, buffer, shift in changes:
+        shift.add_to(buffer, shift.before)
     try:
         yield
     except BaseException:
-        for buffer, shift in shifts:
-            shift.undo(buffer)
+        for _, _, buffer, shift in changes:
+            shift.add_to(buffer, -shift.before)
         raise
-    for buffer, shift in shifts:
-        shift.end(buffer)
-    for late, name in used:
+    for late, name, buffer, shift in changes:
+        shift.add_to(buffer, -shift.after)
         late.used.add(name)

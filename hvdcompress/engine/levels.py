@@ -13,152 +13,115 @@ network its collective belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from hvdcompress.engine.bucket_state import BucketState
-from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.exchange import Exchange, Stage, check_gradient, describe_missing
-from hvdcompress.engine.late import Late, nonzero
-from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.commit import Slots
+from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.intake import Intake, Stage
+from hvdcompress.engine.late import nonzero
+from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.engine.transport import Transport
 from hvdcompress.method import AllGather, AllToAll, Array, Collective, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Flag, dtype_name
-from hvdcompress.parts import momentum
+from hvdcompress.ops.vectors import Flag
 from hvdcompress.plan import Bucket
 
-Level = Literal["to_owner", "between", "from_owner"]
+Level = Literal["world", "to_owner", "between", "from_owner"]
+
+Network = Mapping[Level, Collectives]
+"""The collectives of one rank, by the ranks that take part.
+
+"world": all ranks: statuses and errors. "between": the ranks that exchange a bucket between nodes; with one level, all
+ranks. "to_owner": the ranks of this node: gradients. "from_owner": the ranks of this node: results. They have
+collectives of their own, because on ordered networks results and gradients must not wait for each other.
+"""
 
 
-@dataclass(frozen=True)
-class Levels:
-    """The collectives of one rank, by the ranks that take part.
+def network_over(transport: Any, observers: Sequence[Observer], nodes: Nodes | None = None) -> Network:
+    """Return the collectives of one rank over a transport.
 
-    Attributes:
-        world: all ranks: statuses and errors.
-        to_owner: the ranks of this node: gradients.
-        between: the ranks with the same local rank on all nodes.
-        from_owner: the ranks of this node: results. They have collectives of their own, because on ordered networks
-            results and gradients must not wait for each other.
+    Args:
+        transport: the :class:`Transport` of all ranks. With two levels, its ``split(nodes)`` returns transports to the
+            owner, between nodes, and from the owner.
+        observers: receive the events.
+        nodes: the nodes; None for one level.
     """
-
-    world: Collectives
-    to_owner: Collectives
-    between: Collectives
-    from_owner: Collectives
-
-    @classmethod
-    def over(cls, world: Transport, parts: Sequence[Transport], observers: Sequence[Observer]) -> Levels:
-        """Return the collectives over transports of all ranks, to the owner, between nodes, and from the owner."""
-        to_owner, between, from_owner = parts
-        return cls(
-            Collectives(world, observers),
-            Collectives(to_owner, observers, world.rank, inside_node=True),
-            Collectives(between, observers, world.rank),
-            Collectives(from_owner, observers, world.rank, inside_node=True),
-        )
+    world = Collectives(transport, observers)
+    if nodes is None:
+        return {"world": world, "between": world}
+    to_owner, between, from_owner = transport.split(nodes)
+    return {
+        "world": world,
+        "to_owner": Collectives(to_owner, observers, world.rank, inside_node=True),
+        "between": Collectives(between, observers, world.rank),
+        "from_owner": Collectives(from_owner, observers, world.rank, inside_node=True),
+    }
 
 
-class NodeExchange:
+class NodeExchange(Intake):
     """One bucket in one step, with two levels.
 
     Args:
         rank_state: this rank's state; its placement says which rank owns the bucket.
-        levels: the collectives of this rank.
+        network: the collectives of this rank.
         bucket: the bucket.
         like: an array on the gradients' device, in the working dtype.
         ops: the array ops of the gradients' library.
         loss_scale: the factor by which the loss was multiplied.
 
     Attributes:
-        name, outs, stage, pending, late: as for :class:`Exchange`.
         level: the level of the current collective.
+        x: an array on the device of the payloads.
+        vector: the gradients of this rank, and later the result, in the order of the bucket's tensors [n].
         inner: the exchange between nodes; None on the other ranks of the node, and until the sum is there.
-        begun_in: ``RankState.round`` at the beginning of the exchange.
     """
 
     def __init__(
-        self, rank_state: RankState, levels: Levels, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0
+        self, rank_state: RankState, network: Network, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0
     ):
+        super().__init__(rank_state, bucket, like, ops)
         assert rank_state.placement is not None
-        self.rank_state = rank_state
-        self.levels = levels
-        self.bucket = bucket
-        self.like = like
-        self.ops = ops
+        self.network = network
         self.loss_scale = loss_scale
-        self.name = bucket.spec.name
-        self.stage = Stage.FILLING
+        self.x = like
         self.level: Level = "to_owner"
-        self.outs: list[Any] = [None] * len(bucket.members)
-        self.pending: Pending | None = None
-        self.late: Late | None = None
         self.inner: Exchange | None = None
         self.owner = rank_state.placement.owner(bucket)
-        self.is_owned = rank_state.placement.owns(bucket)
-        self.next_step = rank_state.next_step(bucket)
-        self.begun_in = rank_state.round
+        self.is_owned = rank_state.owns(bucket)
         self._collective: Collective | None = None  # inside the node
-        self._missing = set(range(len(bucket.members)))
-        self._vector: Array | None = None
+        self.vector: Any = None
 
-    @property
-    def dtype(self) -> str:
-        """Dtype of the computation."""
-        return self.next_step.dtype
+    def _note_begun(self) -> None:
+        """The owner notes the beginning with its exchange between nodes."""
 
-    @property
-    def vector(self) -> Array:
-        """The gradients of this rank, and later the result, in the order of the bucket's tensors [n]."""
-        if self._vector is None:
-            work = Workspace(self.ops, self.rank_state.memory_of(self.name).scratch)
-            self._vector = work.buffer("node", self.bucket.spec.size, dtype_name(self.like), self.like)
-        return self._vector
+    def _first_state(self) -> BucketState:
+        return BucketState(self.bucket, {})  # on other ranks than the owner it has only the progress of the bucket
 
     def _parts(self, vector: Array) -> list[Array]:
         return [vector[start:stop] for start, stop in self.bucket.spans]
 
     # -- the gradients --------------------------------------------------------------------------------------
 
-    def add(self, indices: Sequence[int], gradients: Sequence[Array], outs: Sequence[Any] | None = None) -> None:
-        """Add gradients; see :meth:`Exchange.add`.
-
-        Raises:
-            ValueError: a gradient does not have the size of its tensor, or the tensor already has a gradient.
-        """
-        for index, gradient in zip(indices, gradients, strict=True):
-            check_gradient(self.bucket.members[index], gradient, index not in self._missing)
-        if len(self.bucket.members) == 1:
+    def _take(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
+        if len(self.outs) == 1 and self.outs[0].dtype == self.like.dtype:
             # The result may overwrite the gradient, or is written to ``outs`` anyway, so no other buffer is needed
-            (vector,) = gradients if outs is None else outs
-            if vector.dtype == self.like.dtype:
-                self._vector = vector
-        for index, gradient, out in zip(indices, gradients, gradients if outs is None else outs, strict=True):
-            self.outs[index] = out
-            self._missing.discard(index)
-            if self._vector is not gradient:
+            self.vector = self.outs[0]
+        elif self.vector is None:
+            work = Workspace(self.ops, self.memory.scratch)
+            self.vector = work.buffer("node", self.bucket.spec.size, self.dtype, self.like)
+        for index, gradient in zip(indices, gradients, strict=True):
+            if self.vector is not gradient:
                 start, stop = self.bucket.spans[index]
                 self.ops.write(self.vector[start:stop], gradient, 1.0)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether all gradients have been added."""
-        return not self._missing
 
     @property
     def finite(self) -> Flag:
         """Whether the sum is free of Inf and NaN. Only its owner knows."""
         return self.inner.finite if self.inner else True
-
-    def fill_missing(self) -> None:
-        """Add zeros for the tensors that have no gradient on this rank."""
-        missing = sorted(self._missing)
-        zeros = [self.ops.zeros(self.bucket.members[index].size, dtype_name(self.like), self.like) for index in missing]
-        self.add(missing, zeros)
 
     # -- the collectives ------------------------------------------------------------------------------------
 
@@ -167,23 +130,12 @@ class NodeExchange:
         """The collective whose result is needed next; None if the exchange waits for :meth:`deliver`, or is done."""
         return self.inner.collective if self.inner and self.level == "between" else self._collective
 
-    @property
-    def round(self) -> int:
-        """The index of the collective at its level."""
-        return self.inner.round if self.inner and self.level == "between" else 0
-
-    @property
-    def x(self) -> Array:
-        """An array on the device of the payloads."""
-        return self.like
-
     def start(self) -> None:
-        """Start sending the gradients to the owner."""
-        if not self.is_full:
-            raise RuntimeError(self.describe_missing())
-        self.stage = Stage.RUNNING
+        """Start sending the gradients to the owner; see :meth:`Intake.start`."""
+        super().start()
+        self.round = 0
         num_bytes = int(self.vector.nbytes)
-        nothing = (0,) * self.levels.to_owner.world_size
+        nothing = (0,) * self.network["to_owner"].world_size
         owners = tuple(num_bytes * (rank == self.owner) for rank in range(len(nothing)))
         if self.is_owned:
             others = tuple(num_bytes - each for each in owners)
@@ -193,10 +145,10 @@ class NodeExchange:
 
     def known_lengths(self) -> tuple[int, ...] | None:
         """Return the bytes of all payloads of the current all-gather; see :meth:`Exchange.known_lengths`."""
-        if self.level == "between":
+        if self.level != "from_owner":
             return self.inner.known_lengths() if self.inner else None
         num_bytes = int(self.vector.nbytes)
-        return tuple(num_bytes * (rank == self.owner) for rank in range(self.levels.from_owner.world_size))
+        return tuple(num_bytes * (rank == self.owner) for rank in range(self.network["from_owner"].world_size))
 
     def note_lengths(self, lengths: Sequence[int]) -> None:
         """Remember payload lengths; see :meth:`Exchange.note_lengths`."""
@@ -218,23 +170,25 @@ class NodeExchange:
         else:
             assert self.inner is not None
             self.inner.resume(result)
+        if self.inner and self.level == "between":
             self.stage = self.inner.stage
+            self.round = self.inner.round
         return self.collective
 
     def _begin_between(self, pieces: Sequence[Array]) -> None:
         """Add the gradients of the node, and start to exchange the sum with the other nodes."""
         vector = self.vector
         gradients = [
-            vector if rank == self.owner else self.ops.from_bytes(piece, dtype_name(vector))
+            vector if rank == self.owner else self.ops.from_bytes(piece, self.dtype)
             for rank, piece in enumerate(pieces)
         ]
         total = self.ops.add_all(gradients, into_first=True)
-        group = self.levels.between.group
-        self.inner = Exchange(Setup(self.rank_state, group, self.bucket, self.like, self.ops, self.loss_scale))
+        group = self.network["between"].group
+        self.inner = Exchange(self.rank_state, group, self.bucket, self.like, self.ops, self.loss_scale)
+        self.state = self.inner.state
         self.level = "between"
         self.inner.add(range(len(self.outs)), self._parts(total), self._parts(vector))
         self.inner.start()
-        self.stage = self.inner.stage
 
     def deliver(self, factor: float) -> None:
         """On the owner, write the result, and prepare to send it to the other ranks of the node."""
@@ -245,12 +199,13 @@ class NodeExchange:
     def _return_result(self) -> None:
         self.stage = Stage.RUNNING
         self.level = "from_owner"
+        self.round = 0
         self._collective = AllGather(self.ops.to_bytes(self.vector if self.is_owned else self.vector[:0]))
 
     def _take_result(self, pieces: Sequence[Array]) -> None:
         """Write the result to :attr:`outs`."""
         if not self.is_owned:
-            self._vector = self.ops.from_bytes(pieces[self.owner], dtype_name(self.vector))
+            self.vector = self.ops.from_bytes(pieces[self.owner], self.dtype)
         for out, part in zip(self.outs, self._parts(self.vector), strict=True):
             if out is not part and out is not self.vector:
                 self.ops.write(out, part, 1.0)
@@ -259,38 +214,28 @@ class NodeExchange:
 
     # -- the commit -----------------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> BucketState:
-        """The state before the step. On other ranks than the owner it has only the progress of the bucket."""
-        return self.inner.state if self.inner else self.next_step.state or BucketState(self.bucket, {})
+    def new_slots(self, unused: Collection[str]) -> tuple[Slots, tuple[Slots, ...]]:
+        """Return ``slots`` and ``members`` of the state after the step."""
+        return self.inner.new_slots(unused) if self.inner else super().new_slots(unused)
 
-    def new_state(self, before: BucketState, unused: Collection[str] = ()) -> BucketState:
-        """Return the state after this step; see :meth:`Exchange.new_state`."""
+    def _sent(self) -> tuple[list[Array] | None, int]:
         # All ranks of a node must find the same elements, and only the owner knows the indices of the method
-        method = self.next_step.method
-        sent = nonzero(self.vector) if method.sparse and momentum.adapts(method) else None
-        if self.inner:
-            new = self.inner.new_state(before, unused, sent)
-            self.late = self.inner.late
-            return new
-        new, self.late = self.rank_state.progressed(self.next_step, before, unused, self.ops, sent)
-        return new
+        return [nonzero(self.vector)] if self.method.sparse else None, 1
 
     def close(self) -> None:
         """End the exchange after the commit."""
         if self.inner:
             self.inner.close()
         else:
-            self.rank_state.note_committed(self.name)
+            super().close()
         self.stage = Stage.CLOSED
 
     def abandon(self, fill: bool = False) -> None:
-        """End the exchange without effect; see :meth:`Exchange.abandon`."""
+        """End the exchange without effect; see :meth:`Part.abandon`."""
         if self.inner:
             self.inner.abandon()
+        super().abandon(fill)
         self.stage = Stage.CLOSED
-        for out in self.outs if fill else ():
-            out[:] = float("nan")
 
     # -- descriptions for messages --------------------------------------------------------------------------
 
@@ -305,7 +250,3 @@ class NodeExchange:
             return self.inner.describe_wait(count)
         owner = placement.nodes.ranks_of_node(node)[self.owner]
         return f"the result of tensor {self.name!r} from rank {owner} of this node"
-
-    def describe_missing(self) -> str:
-        """Name the gradients that have not been added."""
-        return describe_missing(self.bucket, sorted(self._missing))

@@ -7,7 +7,7 @@ Used by ``rehearsal.py`` and ``hvdcompress.loopback``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,18 @@ def carry_out(requests: Sequence[Request]) -> Results:
     return RUN[kinds.pop()](requests)
 
 
+def _common(what: str, values: Iterable[Any]) -> Any:
+    """Return the one value that all ranks have."""
+    different = set(values)
+    if len(different) != 1:
+        raise RuntimeError(f"{what} differ between ranks: {sorted(different, key=str)}")
+    return different.pop()
+
+
 def _all_reduce(requests: Sequence[Request]) -> Results:
     arrays = [request.payload for request in requests]
-    lengths = {len(x) for x in arrays}
-    if len(lengths) != 1:
-        raise RuntimeError(f"all-reduce: lengths differ between ranks: {sorted(lengths)}")
-    kinds = {f"{request.op} {request.payload.dtype}" for request in requests}
-    if len(kinds) != 1:
-        raise RuntimeError(f"all-reduce: ops or dtypes differ between ranks: {sorted(kinds)}")
+    _common("all-reduce: lengths", map(len, arrays))
+    _common("all-reduce: ops or dtypes", [f"{request.op} {request.payload.dtype}" for request in requests])
     # add_all sums in rank order, so results are reproducible
     total = hvdcompress.ops.fast.add_all(arrays) if requests[0].op == "sum" else np.maximum.reduce(arrays)
     return [total] * len(requests)
@@ -57,10 +61,7 @@ def _all_gather(requests: Sequence[Request]) -> Results:
 
 
 def _broadcast(requests: Sequence[Request]) -> Results:
-    roots = {request.root for request in requests}
-    if len(roots) != 1:
-        raise RuntimeError(f"broadcast: roots differ between ranks: {sorted(map(str, roots))}")
-    made = requests[roots.pop() or 0].payload
+    made = requests[_common("broadcast: roots", [request.root for request in requests])].payload
     (announced,) = requests[0].send_lengths or (0,)
     if len(made) != announced or len(made) % 4:
         raise RuntimeError(f"broadcast: the root sends {len(made)} bytes, num_bytes is {announced} (a multiple of 4)")

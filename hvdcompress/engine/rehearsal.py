@@ -31,6 +31,8 @@ from hvdcompress.method import (
 from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import feedback
 
+SMALL_SHAPES = ((64,), (16, 16), (4, 12, 2, 3), (8, 16, 3, 3))  #: of rehearsals, if the method supports one of them
+
 
 class Round(NamedTuple):
     """Kind of one collective: class name, reduction of an all-reduce, and dtype of the payload."""
@@ -46,18 +48,12 @@ def round_of(collective: Collective) -> Round:
     return Round(type(collective).__name__, getattr(collective, "op", ""), dtype)
 
 
-def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
-    """Return a small shape that the method supports, or the tensor's own shape if there is none."""
-    for shape in ((64,), (16, 16), (4, 12, 2, 3), (8, 16, 3, 3)):
-        if math.prod(shape) < spec.size and method.suits(TensorSpec(spec.name, shape, layout=spec.layout)):
-            return shape
-    return spec.shape
-
-
 def rehearse(method: Method, phase: int, world_size: int, spec: TensorSpec) -> tuple[Round, ...]:
     """Return the collectives of ``method`` in ``phase`` for tensors like ``spec``, in order."""
-    small = replace(anonymous(method, spec), shape=small_shape(method, spec), members=())
-    return tuple(round for round, _ in _rehearse(method, phase, world_size, small))
+    small = [TensorSpec(spec.name, shape, layout=spec.layout) for shape in SMALL_SHAPES]
+    fitting = [each.shape for each in small if each.size < spec.size and method.suits(each)]
+    sample = replace(anonymous(method, spec), shape=(*fitting, spec.shape)[0], members=())
+    return tuple(round for round, _ in _rehearse(method, phase, world_size, sample))
 
 
 def gathers(method: Method, spec: TensorSpec) -> bool:
@@ -127,7 +123,9 @@ def _rehearse(method: Method, phase: int, world_size: int, spec: TensorSpec) -> 
     try:
         collectives = [next(communication) for communication in ranks]
         while True:
-            rounds.append((round_of(collectives[0]), _length(collectives[0])))
+            first = collectives[0]
+            length = first.num_bytes if isinstance(first, Broadcast) else len(first.x)
+            rounds.append((round_of(first), length))
             results = carry_out(collectives)
             collectives = [communication.send(result) for communication, result in zip(ranks, results, strict=True)]
     # All ranks finish in the same round, so the first one that returns ends the rehearsal
@@ -160,7 +158,3 @@ def carry_out(collectives: list[Collective]) -> list[Array]:
     return [
         lift(collective, out, lengths, fast) for collective, out, lengths in zip(collectives, outs, pieces, strict=True)
     ]
-
-
-def _length(collective: Collective) -> int:
-    return collective.num_bytes if isinstance(collective, Broadcast) else len(collective.x)

@@ -6,7 +6,8 @@ replaces all of them at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
 from hvdcompress.engine.fallback import PATIENCE, Fallback, Flush, Verdict
-from hvdcompress.engine.late import RENEWED, Late, stamp_of
+from hvdcompress.engine.late import Late
 from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.telemetry import log
@@ -22,8 +23,7 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.timing import StepTimes
 from hvdcompress.method import Array, Method, TensorSpec
-from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import feedback, momentum
+from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Grouping, Plan
 from hvdcompress.registry import get_method
 
@@ -67,7 +67,7 @@ class RankState:
 
     Attributes:
         states: {bucket name: state} of every bucket that was exchanged. The mapping is replaced, never modified.
-        memory: {bucket name: reused buffers}.
+        memory: {bucket name: reused buffers}, made when they are asked for.
         observers: receive every event; the first one is the ledger.
         trigger_requested: whether this rank requests that all ranks restart the phases of their methods.
         trigger_requests: names of the buckets whose method requested it in the last exchange.
@@ -90,7 +90,7 @@ class RankState:
         self.ledger = ledger or Ledger(world_size, rank)
         self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: Mapping[str, BucketState] = {}
-        self.memory: dict[str, Memory] = {}
+        self.memory: defaultdict[str, Memory] = defaultdict(Memory)
         self.trigger_requested = False
         self.trigger_requests: set[str] = set()
         self.paused = False
@@ -153,34 +153,16 @@ class RankState:
         # The ranks agreed on a trigger in the status of an earlier step; it takes effect now
         if state and restart[0] < state.triggers:
             restart = (state.triggers, step)
-        if self.uncompressed:
-            return NextStep(bucket, state, UNCOMPRESSED, 0, restart)
         method = bucket.program.at(step)
-        if self.fallback.verdict is Verdict.FLUSH and method.feedback != "none":
-            if state and state.flushed:
-                return NextStep(bucket, state, UNCOMPRESSED, 0, restart)
+        phase = 0
+        flushes = self.fallback.verdict is Verdict.FLUSH and method.feedback != "none"
+        if self.uncompressed or (flushes and state and state.flushed):
+            method = UNCOMPRESSED
+        elif flushes:
             method = Flush(share=self.fallback.share, beta=feedback.beta(method))
-            return NextStep(bucket, state, method, 0, restart)
-        phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
+        else:
+            phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
         return NextStep(bucket, state, method, phase, restart)
-
-    def state_of(self, planned: NextStep, like: Array, ops: Ops) -> BucketState:
-        """Return the state that an exchange starts from, zeros before the first one.
-
-        Args:
-            planned: the next step of the bucket.
-            like: an array on the gradients' device.
-            ops: the array ops of its library.
-
-        Raises:
-            ValueError: the shape of a tensor has changed.
-        """
-        bucket = planned.bucket
-        state = planned.state or BucketState.zeros(bucket, like, ops)
-        for before, now in zip(state.bucket.members, bucket.members, strict=True) if state.bucket is not bucket else ():
-            if before.shape != now.shape:
-                raise ValueError(f"tensor {now.name!r} had shape {before.shape} before and has {now.shape} now")
-        return state
 
     def note_begun(self, bucket: Bucket) -> None:
         """Report the beginning of an exchange to the observers.
@@ -193,87 +175,6 @@ class RankState:
         self._can_discard = True
         for observer in self.observers:
             observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
-
-    def note_committed(self, name: str) -> None:
-        """Report the end of a step of a bucket that was not exchanged on this rank."""
-        for observer in self.observers:
-            observer.committed(self.rank, name, {})
-
-    def memory_of(self, name: str) -> Memory:
-        """Return the reused buffers of a bucket."""
-        found = self.memory.get(name)
-        if found is None:
-            found = self.memory[name] = Memory()
-        return found
-
-    def note_sent(
-        self,
-        state: BucketState,
-        method: Method,
-        ops: Ops | None,
-        unused: Collection[str],
-        indices: list[Array] | None,
-        ranks: int = 1,
-    ) -> tuple[Late | None, Array | None]:
-        """Return what the optimizer's momentum is adapted to after an exchange, and the new ``BucketState.arrived``.
-
-        Args:
-            state: the state of the bucket before the step.
-            method: the method of the step.
-            ops: the array ops of the indices' library; None without indices.
-            unused: names of the tensors whose results no rank uses.
-            indices: as for :class:`Late`.
-            ranks: as for :class:`Late`.
-        """
-        if not momentum.adapts(method):
-            return None, None
-        by_age = method.sparse and not momentum.at_once(method) and self.tracks_ages is not False
-        if indices is None or not by_age:
-            return Late(state.bucket, method, indices, ranks=ranks), None
-        assert ops is not None
-        bucket = state.bucket
-        before: Any = state.arrived
-        if before is None:  # as if every element had been sent in the last step
-            before = ops.zeros(bucket.spec.size, "int8", indices[0])
-            before[:] = stamp_of(state.step)
-        arrived: Any = self.memory_of(bucket.spec.name).second_buffer("arrived", before, "int8", ops)
-        spans = bucket.spans if len(indices) > 1 else [(0, bucket.spec.size)]
-        now = stamp_of(state.step + 1)
-        ages = [
-            ops.stamp(before[start:stop], now, index, arrived[start:stop])
-            for index, (start, stop) in zip(indices, spans, strict=True)
-        ]
-        for member, (start, stop) in zip(bucket.members, bucket.spans, strict=True) if unused else ():
-            if member.name in unused:
-                arrived[start:stop] = before[start:stop] + 1  # without a gradient, no element waits longer
-        # A stamp is the step modulo 256. Renew old ones before they would look like recent ones
-        if state.step % RENEWED == 0:
-            arrived[now - arrived > momentum.MAX_WAIT] = stamp_of(state.step + 1 - momentum.MAX_WAIT)
-        return Late(bucket, method, indices, ages, ranks), arrived
-
-    def progressed(
-        self,
-        planned: NextStep,
-        before: BucketState,
-        unused: Collection[str],
-        ops: Ops | None = None,
-        index: Array | None = None,
-    ) -> tuple[BucketState, Late | None]:
-        """Return the state after a step of a bucket that was not exchanged on this rank, and what was sent.
-
-        Args:
-            planned: the step.
-            before: the state before it.
-            unused: names of the tensors whose results no rank uses.
-            ops: the array ops of the library of ``index``.
-            index: with two levels, the elements of the result of a sparse method that are not zero.
-        """
-        if self.uncompressed:
-            return before, None
-        late, arrived = self.note_sent(before, planned.method, ops, unused, None if index is None else [index])
-        flushed = self.is_flushed(before, unused)
-        after = replace(before, step=before.step + 1, restart=planned.restart, flushed=flushed, arrived=arrived)
-        return after, late
 
     # -- commit and undo ------------------------------------------------------------------------------------
 
@@ -291,19 +192,6 @@ class RankState:
             self._committed |= new.keys()
         self.states = {**self.states, **new}
 
-    def is_flushed(self, state: BucketState, unused: Collection[str], puts_back: bool = False) -> bool:
-        """Return ``BucketState.flushed`` after this step.
-
-        Args:
-            state: the state before the step.
-            unused: names of the tensors whose results no rank uses.
-            puts_back: whether the range of float16 has put a part of the results back into the residuals. With two
-                levels, the other ranks of the node do not know, so float16 gradients always wait.
-        """
-        waits = state.bucket.spec.dtype == "float16" if self.nodes else puts_back
-        waits |= any(member.name in unused for member in state.bucket.members)
-        return state.flushed or (self.fallback.flushes_all and not waits)
-
     def end_flush(self) -> None:
         """End a step that sent a share of the residuals."""
         fallback = self.fallback
@@ -314,13 +202,17 @@ class RankState:
         if fallback.num_flushed < PATIENCE and not all(state.flushed for state in states):
             return
         fallback.verdict = Verdict.DENSE
-        names = [name for state in states if feedback.RESIDUAL in state.slots for name in _names(state.bucket)]
-        if left := [name for name in names if bool(self.residual(name).any())]:  # type: ignore[union-attr]
+        kept = [state for state in states if feedback.RESIDUAL in state.slots]
+        names = [name for state in kept for name in _names(state.bucket)]
+        if left := [name for name in names if bool(self.flat_residual(name).any())]:  # type: ignore[union-attr]
             log.warn_once(
                 f"rank {self.rank} drops the residuals of {log.first_names(left)}: they had no gradient for "
                 f"{fallback.num_flushed} steps, or exceeded the range of float16"
             )
-            self.states = {**self.states, **{state.bucket.spec.name: state.without_residual() for state in states}}
+            self.states = dict(self.states)
+            for state in kept:
+                slots = {**state.slots, feedback.RESIDUAL: 0 * state.slots[feedback.RESIDUAL]}
+                self.states[state.bucket.spec.name] = replace(state, slots=slots)
 
     def begin_round(self) -> None:
         """Begin a new round, which :meth:`discard` can undo."""
@@ -462,7 +354,7 @@ class RankState:
                     return state, index
         raise KeyError(f"no tensor {name!r} was exchanged so far; known: {', '.join(sorted(self.names())) or 'none'}")
 
-    def residual(self, name: str) -> Array | None:
+    def flat_residual(self, name: str) -> Array | None:
         """Return the residual of one tensor as a flat view, float32 [n]; None if the method keeps no residual.
 
         Raises:
@@ -473,11 +365,16 @@ class RankState:
         residual = state.slots.get(feedback.RESIDUAL)
         return None if residual is None else residual[start:stop]
 
-    def num_state_bytes(self) -> int:
-        """Return the bytes of memory held for state, including second buffers."""
-        holders: list[BucketState | Memory] = [*self.states.values(), *self.memory.values()]
-        arrays = {id(array): array for holder in holders for array in holder.arrays()}
-        return sum(int(array.nbytes) for array in arrays.values())
+    def residual(self, name: str) -> np.ndarray[Any, Any]:
+        """Return a copy of the residual of one tensor, in its shape; zeros if the method keeps none.
+
+        Raises:
+            KeyError: no tensor of that name was exchanged.
+        """
+        state, index = self.find(name)
+        shape = state.bucket.members[index].shape
+        flat = self.flat_residual(name)
+        return np.zeros(shape, np.float32) if flat is None else np.array(flat).reshape(shape)
 
     def warn_about_unused(self, specs: Sequence[TensorSpec] = ()) -> None:
         """Warn on rank 0 about rules that match no tensor, and about loaded state that no tensor uses.
@@ -529,7 +426,12 @@ class RankState:
 
     def release(self) -> None:
         """Delete all states."""
-        self._replace({})
+        self.states = {}
+        self._previous = {}
+        self.late = {}
+        self.memory.clear()
+        self.replaced = True
+        self._can_discard = False
 
     def put(self, states: Iterable[BucketState]) -> None:
         """Add states that no step produced. ``discard()`` keeps them."""
@@ -537,13 +439,6 @@ class RankState:
         if new:
             self.states = {**self.states, **new}
             self._previous = {**self._previous, **new}
-
-    def _replace(self, states: Mapping[str, BucketState]) -> None:
-        self.states = self._previous = states
-        self.late = {}
-        self.memory.clear()
-        self.replaced = True
-        self._can_discard = False
 
     # -- saved and restored ---------------------------------------------------------------------------------
 
@@ -564,47 +459,41 @@ class RankState:
         waiting = self._loaded or {table: {} for table in snapshot.TABLES}
         return {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
 
-    def load_state_dict(self, saved: snapshot.Saved, buckets: Sequence[Bucket] | None = None) -> None:
+    def load_state_dict(self, saved: snapshot.Saved, group: Callable[[], Sequence[Bucket]] | None = None) -> None:
         """Load a saved state completely or, on any error, not at all.
 
         Args:
             saved: the value that :meth:`state_dict` returned.
-            buckets: all buckets. The saved state must have no other tensors. None if the buckets are not known yet:
-                then each bucket claims its state when it appears.
+            group: returns all buckets, in :attr:`placement` as it is then. The saved state must have no other tensors.
+                None if the buckets are not known yet: then each bucket claims its state when it appears.
 
         Raises:
             ValueError: format, number of ranks, rank or tensors do not match, or an array does not fit its slot. The
                 message names the mismatch.
         """
         snapshot.check(saved)
+        snapshot.check_origin(saved, self.world_size, self.rank, self.nodes)
         before = self.placement
-        self.adopt_owners(saved)
         try:
-            self._load(saved, buckets)
+            if before:  # the owners of tensors have their slots
+                self.placement = replace(before, owners={**before.owners, **saved["nodes"]["owners"]})
+            if group:
+                buckets = group()
+                known = {member.name for bucket in buckets for member in bucket.members}
+                if unknown := sorted(saved["steps"].keys() - known):
+                    raise ValueError(f"the saved state has tensors that the model does not have: {', '.join(unknown)}")
+            else:  # the tensors of the other buckets have other owners now: each claims its state when it appears
+                buckets = [each for each in self.buckets() if not (self.placement and self.placement.is_split(each))]
+            found = [self._restored(saved, each) for each in buckets]
         except ValueError:
             self.placement = before
             raise
-
-    def adopt_owners(self, saved: snapshot.Saved) -> None:
-        """With two levels, take the owners of tensors from a saved state, because the owners have the slots."""
-        if self.placement and snapshot.nodes_of(saved) == self.placement.nodes:
-            self.placement = replace(self.placement, owners={**self.placement.owners, **saved["nodes"]["owners"]})
-
-    def _load(self, saved: snapshot.Saved, buckets: Sequence[Bucket] | None) -> None:
-        snapshot.check_origin(saved, self.world_size, self.rank, self.nodes)
-        if buckets is not None:
-            known = {member.name for bucket in buckets for member in bucket.members}
-            if unknown := sorted(saved["steps"].keys() - known):
-                raise ValueError(f"the saved state has tensors that the model does not have: {', '.join(unknown)}")
-        if buckets is None:
-            # The tensors of the other buckets have other owners now: each claims its state when it appears
-            buckets = [each for each in self.buckets() if not (self.placement and self.placement.is_split(each))]
-        found = [self._restored(saved, each) for each in buckets]
-        self._replace({state.bucket.spec.name: state for state in found if state})
+        self.release()
+        self.put(state for state in found if state)
         self._loaded = snapshot.without_buckets(saved, self.buckets())
         self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
-        self.fallback.load(saved.get("fallback"))
+        self.fallback = Fallback.restored(self.fallback.on, saved.get("fallback"))
         if self.rank == 0 and (different := snapshot.differences(saved, self.plan)):
             log.warn_once(f"the saved state is of another training: {different}")
 

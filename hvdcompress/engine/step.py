@@ -33,7 +33,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -51,15 +50,16 @@ from hvdcompress.engine.agreement import (
     SharedConfig,
     Status,
     compare_configs,
+    fingerprint,
     peer_error,
     text_of,
 )
-from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.commit import PassedThrough, commit_step
-from hvdcompress.engine.exchange import Exchange, Stage
-from hvdcompress.engine.levels import Level, Levels, NodeExchange
+from hvdcompress.engine.collectives import Pending
+from hvdcompress.engine.commit import Part, commit_step
+from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.intake import Stage
+from hvdcompress.engine.levels import Network, NodeExchange
 from hvdcompress.engine.safety import verify
-from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
@@ -114,39 +114,18 @@ class Framework:
 IGNORE_FLOAT_WARNINGS = np.errstate(all="ignore")
 
 
-class DeferErrors:
-    """Context manager that stores an exception as the error of the step.
-
-    A class and not a generator, because hooks enter it once per gradient and it is created once per step.
-    """
-
-    def __init__(self, step: Step):
-        self.step = weakref.ref(step)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        step = self.step()
-        if not isinstance(error, Exception) or step is None:
-            return False
-        step.fail(error)
-        return True
-
-
 class Step:
     """The exchanges of one step on one rank.
 
     Args:
         local: the state of this rank.
-        network: the collectives of all ranks; with two levels, the :class:`Levels` of this rank.
+        network: the collectives of this rank, of :func:`~hvdcompress.engine.levels.network_over`.
         config: plan and tensors, which must be equal on all ranks.
         agree: when the ranks agree; None if the driver compares the status itself.
         framework: the functions of the driver's framework.
 
     Attributes:
         collectives: the collectives of all ranks.
-        levels: the collectives by level; None with one level.
         exchanges: {bucket name: exchange}.
         loss_scale: the factor by which the loss was multiplied. Set it before the first gradient.
         error: the first deferred error of this rank; the status tells the other ranks.
@@ -156,8 +135,6 @@ class Step:
         votes: timings of this rank for the fallback, sent with its last status; all ranks send equally many.
         max_votes: the maximum of each vote over all ranks, after the step.
         checksums: {name: checksum} of this rank, after :meth:`status`, in a step that compares checksums.
-        defer_errors: ``with step.defer_errors:`` stores an exception in ``error`` instead of raising it, until the
-            ranks agree.
         unused: names of the tensors whose results no rank uses; their state is kept.
         finite: whether no rank had an Inf or a NaN, as far as this rank knows. Its own gradients are included after
             :meth:`status`.
@@ -166,14 +143,14 @@ class Step:
     def __init__(
         self,
         local: RankState,
-        network: Collectives | Levels,
+        network: Network,
         config: SharedConfig,
         agree: Agree | None = None,
         framework: Framework = Framework(),  # noqa: B008  (it has no state)
     ):
         self.rank_state = local
-        self.levels = network if isinstance(network, Levels) else None
-        self.collectives = network.world if isinstance(network, Levels) else network
+        self.network = network
+        self.collectives = network["world"]
         self.agree = agree
         self.framework = framework
         self.config = replace(config, plan={**config.plan, "paused": True}) if local.paused else config
@@ -192,16 +169,15 @@ class Step:
         self._done: list[Exchange | NodeExchange] = []  # in stage REDUCED
         self._to_return: deque[NodeExchange] = deque()  # not on the way from the owner yet, in the order of their start
         self._returning: deque[NodeExchange] = deque()  # on the way from the owner, oldest first
-        self._passed_through: list[PassedThrough] = []  # gradients that the framework reduces
+        self._passed_through: list[Part] = []  # gradients that the framework reduces
         self._first_status: Pending | None = None  # the status that was sent and not received yet
         self._error_text = ""  # the error that the sent status reported
         self._requested_trigger = False  # whether the status carried a request of this rank for a trigger
         self._device_flags: dict[Any, Flag] = {}  # {device: whether its gradients are finite}, not read yet
         # Whether another status of this step follows, which will report errors. With two levels, a second one tells
         # whether the sums of the nodes are finite
-        self._agrees_again = bool(self.levels) and agree is Agree.BEFORE_WAITING
+        self._agrees_again = local.nodes is not None and agree is Agree.BEFORE_WAITING
         self._last_poll = 0.0  # time of the last poll()
-        self.defer_errors = DeferErrors(self)
 
     # -- adding gradients ----------------------------------------------------------------------------------
 
@@ -229,12 +205,11 @@ class Step:
         exchange = self.exchanges.get(bucket.spec.name)
         if exchange is None:
             like = gradients[0]
-            ops = self.framework.ops(like)
-            if self.levels:
-                exchange = NodeExchange(self.rank_state, self.levels, bucket, like, ops, self.loss_scale)
+            given = (bucket, like, self.framework.ops(like), self.loss_scale)
+            if self.rank_state.nodes:
+                exchange = NodeExchange(self.rank_state, self.network, *given)
             else:
-                setup = Setup(self.rank_state, self.collectives.group, bucket, like, ops, self.loss_scale)
-                exchange = Exchange(setup)
+                exchange = Exchange(self.rank_state, self.collectives.group, *given)
             self.exchanges[bucket.spec.name] = exchange
         exchange.add(indices, gradients, outs)
         if exchange.is_full:
@@ -273,7 +248,9 @@ class Step:
             like: an array on the gradient's device.
         """
         ops = self.framework.ops(like)
-        self._passed_through.append(PassedThrough(self.rank_state, bucket, like, ops, gradient.detach()))
+        part = Part(self.rank_state, bucket, like, ops)
+        part.outs = [gradient.detach()]
+        self._passed_through.append(part)
 
     @IGNORE_FLOAT_WARNINGS
     def check_finite(self, gradient: Array) -> None:
@@ -321,10 +298,13 @@ class Step:
         """Store an error of this rank, which the next status reports to all ranks. Only the first error is kept."""
         self.error = self.error or error
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a gradient was added."""
-        return bool(self.exchanges)
+    @contextlib.contextmanager
+    def defer_errors(self) -> Iterator[None]:
+        """Context manager that stores an exception in :attr:`error`, until the ranks agree, instead of raising it."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
 
     @property
     def is_busy(self) -> bool:
@@ -333,27 +313,23 @@ class Step:
 
     def waits_for(self) -> str:
         """Describe the collective that this rank waits for. The watchdog's thread calls it."""
-        waiting = [exchange for exchange in list(self.exchanges.values()) if exchange.stage is Stage.RUNNING]
-        if waiting:
-            return waiting[0].describe_wait(len(waiting))
-        if self._passed_through:
-            name = self._passed_through[0].name
-            more = len(self._passed_through) - 1
-            return f"tensor {name!r} (method none, round 0{f', and {more} more' if more else ''})"
-        return "the ranks' status"
+        running = [exchange for exchange in list(self.exchanges.values()) if exchange.stage is Stage.RUNNING]
+        waiting: Sequence[Part] = running or self._passed_through
+        return waiting[0].describe_wait(len(waiting)) if waiting else "the ranks' status"
 
     # -- the ranks agree ------------------------------------------------------------------------------------
 
     def status(self) -> Status:
         """Return the status of this rank. It includes, and clears, a pending request for a trigger."""
         self._requested_trigger |= self.rank_state.take_trigger_request()
-        steps = sorted(self.rank_state.steps().items())
         self._read_device_flags()
         # A rank with an error may not know its loss scale. Sending 1 lets the ranks report the error and not the scale.
         scale = self.loss_scale if self.error is None else 1.0
         self.checksums = self.framework.checksums(self.rank_state) if self.rank_state.verifies() else {}
         # Each rank of a node has the state of other tensors, so checksums are compared after the status then
-        state = self.config.fingerprint(steps, {} if self.levels else self.checksums)
+        checksums = {} if self.rank_state.nodes else self.checksums
+        steps = self.rank_state.steps()
+        state = fingerprint(self.config.digest, sorted(steps.items()), sorted(checksums.items()))
         return Status(
             self.error is not None, not self.finite, self._requested_trigger, self.rank_state.replaced, state, scale
         )
@@ -361,14 +337,12 @@ class Step:
     def send_status(self) -> None:
         """Start sending this rank's status to all ranks, without waiting."""
         if self.agree is Agree.BEFORE_WAITING:
-            with self.defer_errors:
+            with self.defer_errors():
                 self._refuse_missing()
         self._error_text = text_of(self.error)
         votes = self.votes if self.agree is Agree.BEFORE_WAITING else []
-        self._first_status = self._send_numbers(0, [*self.status().numbers(), *votes])
-
-    def _send_numbers(self, round: int, numbers: list[float]) -> Pending:
-        return self.collectives.start("status", round, AllReduce(np.array(numbers, np.float64), "max"))
+        numbers = np.array([*self.status().numbers(), *votes], np.float64)
+        self._first_status = self.collectives.start("status", 0, AllReduce(numbers, "max"))
 
     @IGNORE_FLOAT_WARNINGS
     def receive_status(self) -> None:
@@ -385,8 +359,9 @@ class Step:
         numbers = self.collectives.result(pending).tolist()
         self.max_votes = numbers[NUMBERS:]
         status = Status.of(numbers[:NUMBERS])
-        # This check comes first: the zeros of a joined rank would also look like a different configuration
-        if status.saw_join:
+        # This check comes first: the zeros of a rank that called Horovod's join() would also look like a different
+        # configuration. Loss scales are positive
+        if status.least_loss_scale == 0:
             raise PeerError(JOIN_MESSAGE)
         # Compare configurations before reporting failures: a rank that received a payload of another plan fails because
         # of the disagreement, which is the message to show.
@@ -398,15 +373,13 @@ class Step:
                 verify.compare([sums for *_, sums in everyone], self.rank_state.steps_done())
         if status.failed:
             raise peer_error(self.collectives.gather_text("error", self._error_text)) from self.error
-        if not status.agreed:
-            status.raise_disagreement()
+        status.require_agreement()
         if self.error and not self._agrees_again:
             raise self.error
         self.apply_status(status)
         # Only now is it certain that all ranks are at the same step, and so compare in the same one
-        if self.levels and self.rank_state.verifies():
+        if self.rank_state.nodes and self.rank_state.verifies():
             texts = self.collectives.gather_text("verify", json.dumps(self.checksums))
-            assert self.rank_state.nodes is not None
             sums = [json.loads(text) for text in texts]
             verify.compare(sums, self.rank_state.steps_done(), self.rank_state.nodes.local_size)
 
@@ -431,6 +404,8 @@ class Step:
             PeerError: another rank failed, or the ranks disagree.
             Exception: the error of this rank.
         """
+        transport: Any = self.collectives.transport
+        transport.begin()
         mine = self.error  # the status reports this one; an error after the status needs the alarm
         try:
             self.send_status()
@@ -443,7 +418,7 @@ class Step:
             self.finish()
         except Exception as caught:
             self.abandon()
-            raised = self.collectives.transport.fail(caught, mine)  # type: ignore[attr-defined]
+            raised = transport.fail(caught, mine)
             raise raised from raised.__cause__
 
     @IGNORE_FLOAT_WARNINGS
@@ -456,8 +431,11 @@ class Step:
         self._wait_for_status()
         if self._agrees_again:
             # The owners see only now whether the sums are finite, and run the methods. So the ranks agree again
-            with self.defer_errors:
-                self._receive_sums()
+            with self.defer_errors():
+                # All gradients of the node, in order, so that the exchanges between nodes start
+                for exchange in [each for each in self._in_flight if each.level == "to_owner"]:
+                    self._in_flight.remove(exchange)
+                    self._advance(exchange)
             self._agrees_again = False
             self.send_status()
             self._wait_for_status()
@@ -466,9 +444,8 @@ class Step:
         # The first status was sent before the gradients, so only the last one can tell whether they are finite
         if self.agree is Agree.FIRST_AND_LAST:
             self._read_device_flags()
-            last = self._send_numbers(1, [float(not self.finite), *self.votes, *map(float, self.used or ())])
-            self.collectives.advance(last)
-            non_finite, *others = self.collectives.result(last).tolist()
+            last = np.array([not self.finite, *self.votes, *(self.used or ())], np.float64)
+            non_finite, *others = self.collectives.run("status", AllReduce(last, "max"), 1).tolist()
             self.max_votes = others[: len(self.votes)]
             everyones_use = others[len(self.votes) :]
             self.finite = not non_finite
@@ -482,7 +459,7 @@ class Step:
         # that failed may never start its part.
         if self.agree is Agree.BEFORE_WAITING:
             while self._first_status and not self.collectives.ready(self._first_status):
-                with self.defer_errors:
+                with self.defer_errors():
                     self._advance_any()
         self.receive_status()
 
@@ -522,9 +499,9 @@ class Step:
 
     def abandon(self) -> None:
         """Undo a failed step: states stay as they were."""
-        for name, exchange in self.exchanges.items():
+        for exchange in self.exchanges.values():
             exchange.abandon()
-            self.rank_state.memory_of(name).clear_scratch()  # an abandoned collective may still write to these buffers
+            exchange.memory.clear_scratch()  # an abandoned collective may still write to these buffers
         # The status carried the request, but no rank acted on it
         self.rank_state.trigger_requested |= self._requested_trigger
 
@@ -542,9 +519,6 @@ class Step:
         self.finite &= all(map(bool, self._device_flags.values()))
         self._device_flags.clear()
 
-    def _network(self, level: Level) -> Collectives:
-        return getattr(self.levels, level) if self.levels else self.collectives
-
     def _submit(self, exchange: Exchange | NodeExchange) -> None:
         """Start the collective that an exchange waits for; or note that it can be delivered, or returned."""
         if exchange.stage is Stage.REDUCED:
@@ -557,8 +531,9 @@ class Step:
 
     def _start_collective(self, exchange: Exchange | NodeExchange) -> None:
         assert exchange.collective is not None
-        given = exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.x, exchange.known_lengths()
-        exchange.pending = self._network(exchange.level).start(*given)
+        exchange.pending = self.network[exchange.level].start(
+            exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.x, exchange.known_lengths()
+        )
 
     def _return_results(self) -> None:
         """Start sending the results that are available, in the order in which all ranks of the node started them."""
@@ -566,13 +541,6 @@ class Step:
             oldest = self._to_return.popleft()
             self._start_collective(oldest)
             self._returning.append(oldest)
-
-    def _receive_sums(self) -> None:
-        """With two levels, wait for all gradients of the node, in order, and start the exchanges between nodes."""
-        waiting = [exchange for exchange in self._in_flight if exchange.level == "to_owner"]
-        for exchange in waiting:
-            self._in_flight.remove(exchange)
-            self._advance(exchange)
 
     def _advance_oldest(self, count: int) -> None:
         """Wait for the collectives of the ``count`` oldest exchanges, in order, and start their next collectives.
@@ -588,7 +556,7 @@ class Step:
         """Wait for the collective of an exchange, resume the exchange, and start its next collective."""
         assert exchange.pending is not None
         level = exchange.level
-        network = self._network(level)
+        network = self.network[level]
         if not network.advance(exchange.pending):
             # Only the lengths of an all-gather have arrived; its payloads are in flight now
             self._in_flight.append(exchange)
@@ -603,7 +571,7 @@ class Step:
             self._submit(exchange)
 
     def _is_ready(self, exchange: Exchange | NodeExchange) -> bool:
-        return exchange.pending is not None and self._network(exchange.level).ready(exchange.pending)
+        return exchange.pending is not None and self.network[exchange.level].ready(exchange.pending)
 
     def _advance_any(self) -> None:
         """Advance one exchange whose collective is done. If there is none, let the transport work for a moment."""
@@ -618,10 +586,7 @@ class Step:
             self.collectives.idle(waiting)
 
     def _deliver_done(self) -> None:
+        """Write the results of exchanges in stage REDUCED. Their new states are kept only by :meth:`close`."""
         while self._done and self.factor is not None:
-            self._deliver(self._done.pop(), self.factor)
-
-    def _deliver(self, exchange: Exchange | NodeExchange, factor: float) -> None:
-        """Write the results of an exchange. Its new state is kept only by :meth:`close`."""
-        exchange.deliver(factor)
-        self._return_results()
+            self._done.pop().deliver(self.factor)
+            self._return_results()

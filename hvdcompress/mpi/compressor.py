@@ -37,10 +37,10 @@ from hvdcompress.engine.agreement import SharedConfig, compare_configs, peer_err
 from hvdcompress.engine.arrays import PLAIN, plain_array  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
 from hvdcompress.engine.compressor import Op  # noqa: E402
-from hvdcompress.engine.levels import Levels  # noqa: E402
+from hvdcompress.engine.levels import network_over  # noqa: E402
 from hvdcompress.engine.nodes import Location, find_nodes  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
-from hvdcompress.engine.step import Agree, Step  # noqa: E402
+from hvdcompress.engine.step import Step  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
 from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of  # noqa: E402
@@ -93,13 +93,11 @@ class Compressor(compressor.Compressor):
             plan = plan_of("none")
         super().__init__(plan, comm.rank, comm.size, loss_scale)
         self._tensors: _Tensors | None = None  # the tensors of the last step
-        self._step: Step | None = None  # the open step; None between steps
         with self.watchdog.rendezvous("every rank's Compressor"):
             self._transport = MPITransport(comm)
             self._finalizer = weakref.finalize(self, self._transport.alarms.stop_listening)
-            self._collectives = Collectives(self._transport, self.rank_state.observers)
             message = json.dumps([str(error) if error else "", plan.to_dict(), self.watchdog.endpoint()])
-            everyone = self._collectives.gather_text("plan", message)
+            everyone = Collectives(self._transport, self.rank_state.observers).gather_text("plan", message)
         errors, plans, addresses = zip(*map(json.loads, everyone), strict=True)
         if error:
             raise error
@@ -109,10 +107,7 @@ class Compressor(compressor.Compressor):
         self.watchdog.set_peers(addresses)
         if plan.nodes == "auto":
             self._use_nodes(_locate(comm))
-        nodes = self.rank_state.nodes
-        self._network: Collectives | Levels = self._collectives
-        if nodes:
-            self._network = Levels.over(self._transport, self._transport.split(nodes), self.rank_state.observers)
+        self._network = network_over(self._transport, self.rank_state.observers, self.rank_state.nodes)
 
     def close(self) -> None:
         """Free the Compressor's communicators; collective. Without this call, they are kept until MPI is finalized."""
@@ -124,7 +119,6 @@ class Compressor(compressor.Compressor):
     @deferred()
     def _allreduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
         began = time.perf_counter()
-        self._transport.begin()
         self.rank_state.begin_round()
         placement = self.rank_state.placement
         error: Exception | None = None
@@ -137,18 +131,16 @@ class Compressor(compressor.Compressor):
             # Raised here, it would leave the other ranks waiting for the status of this one. step.run() raises it
             # after it has told them
             error = caught
-        step = self._step = self._new_step(self._network, tensors.config, Agree.FIRST_AND_LAST)
-        step.error = error or step.error
-        step.factor = 1.0 / self.rank_state.world_size if op == "average" else 1.0
+        factor = 1.0 / self.rank_state.world_size if op == "average" else 1.0
         try:
-            step.run(lambda: self._add_all(step, tensors, given, outs))
+            step = self._run_ordered(
+                tensors.config, factor, lambda step: self._add_all(step, tensors, given, outs), error
+            )
         except BaseException:
             # A rank that failed early has chosen no owners for new tensors, so no rank may keep its choice
             self.rank_state.placement = placement
             self._tensors = None
             raise
-        finally:
-            self._step = None
         self._end_step(step)
         self.rank_state.note_step(began, time.perf_counter())
         self.rank_state.warn_about_unused()
@@ -188,25 +180,7 @@ class Compressor(compressor.Compressor):
             self._tensors = _Tensors(given, tuple(buckets), config)
         return self._tensors
 
-    def _waits_for(self) -> str | None:
-        step = self._step
-        return step.waits_for() if step else None
-
     # -- state ----------------------------------------------------------------------------------------------
-
-    def residual(self, name: str) -> Array:
-        """Return a copy of this rank's residual of a tensor, in the tensor's shape; zeros if the method keeps none.
-
-        Args:
-            name: the tensor's name.
-
-        Raises:
-            KeyError: no tensor with this name has been reduced.
-        """
-        state, index = self.rank_state.find(name)
-        shape = state.bucket.members[index].shape
-        flat = self.rank_state.residual(name)
-        return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned on this rank. May be called before the first step.
@@ -215,7 +189,7 @@ class Compressor(compressor.Compressor):
             ValueError: the state belongs to another rank, number of ranks, or to tensors of other shapes; nothing is
                 changed. Shapes that are not known yet are checked in the first step.
         """
-        self.rank_state.load_state_dict(saved)
+        super().load_state_dict(saved)
         self._tensors = None  # the restored steps may put tensors into other buckets
 
 

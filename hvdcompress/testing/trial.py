@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -165,9 +165,7 @@ class Trial(Loopback):
         """Restore the states that :meth:`saved` returned, for the tensors of ``specs``."""
         self._last = None  # the restored tensors may have other owners
         for rank, state in zip(self.ranks, saved, strict=True):
-            rank.adopt_owners(state)
-            buckets = rank.group(specs, self.grouping, {})
-            rank.load_state_dict(state, buckets)
+            rank.load_state_dict(state, partial(rank.group, specs, self.grouping, {}))
 
 
 def _numpy_tree(value: Any) -> Any:

@@ -25,7 +25,6 @@ from hvdcompress.engine.commit import commit_step
 from hvdcompress.engine.exchange import Exchange, ExchangeError
 from hvdcompress.engine.lockstep import carry_out
 from hvdcompress.engine.saving import checkpoint
-from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, TensorSpec
@@ -112,7 +111,7 @@ class Tampered:
 
     def _started(self, rank: int, out: Any) -> Exchange:
         gradient = self.gradients[rank].copy()
-        exchange = Exchange(Setup(self.ranks[rank], Group(rank, 2), self.bucket, gradient, fast))
+        exchange = Exchange(self.ranks[rank], Group(rank, 2), self.bucket, gradient, fast)
         exchange.add([0], [gradient], [out])
         exchange.start()
         return exchange
@@ -213,11 +212,11 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
     data = checkpoint.to_bytes(saved)
 
     def load(bytes_: bytes) -> None:
-        rank.load_state_dict(checkpoint.from_bytes(bytes_), buckets)
+        rank.load_state_dict(checkpoint.from_bytes(bytes_), lambda: buckets)
 
     def load_folder(bytes_: bytes) -> None:
         checkpoint.path_of(folder, 0, 2, 1).write_bytes(bytes_)
-        rank.load_state_dict(checkpoint.load(folder, 0, 2), buckets)
+        rank.load_state_dict(checkpoint.load(folder, 0, 2), lambda: buckets)
 
     def other_world_size(bytes_: bytes) -> None:
         checkpoint.path_of(folder, 0, 2, 1).write_bytes(bytes_)

@@ -40,6 +40,7 @@ from hvdcompress.engine.agreement import compare_configs
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
 from hvdcompress.engine.saving import checkpoint, snapshot
+from hvdcompress.engine.step import evaluate_loss_scale
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.process_sets import has_changed, number_compressor
 from hvdcompress.horovod.tensorflow.naming import Names
@@ -102,7 +103,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         self.all_names: Callable[[], Sequence[str]] = list  # names of all variables; empty as long as they are unknown
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
-        self._segments = Segments(self.rank_state, self._current_loss_scale)
+        self._segments = Segments(self.rank_state, lambda: evaluate_loss_scale(self.loss_scale))
         number = number_compressor(hvd, tf.constant, process_set, self.watchdog)
         # hvd.elastic.run recognizes that a peer is gone by the text HorovodAllreduce in the name of the failed node
         self.prefix = f"HorovodAllreduce.hvdcompress.tf.set{process_set.process_set_id}.compressor{number}"
@@ -404,19 +405,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     # -- state -------------------------------------------------------------------------------------------
 
-    def residual(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a copy of this rank's residual of a tensor, in the tensor's shape; zeros if the method keeps none.
-
-        Args:
-            name: the name of the variable.
-
-        Raises:
-            KeyError: no tensor with this name has been reduced.
-        """
-        shape = self.rank_state.find(name)[0].bucket.spec.shape
-        flat = self.rank_state.residual(name)
-        return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
-
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned on this rank. May be called before the first step.
 
@@ -426,7 +414,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         """
         snapshot.check(saved)
         saved = snapshot.renamed(saved, self.all_names())
-        self.rank_state.load_state_dict(saved, self._buckets() or None)
+        self.rank_state.load_state_dict(saved, self._buckets if self.buckets else None)
         self.ledger.steps = min(self.ledger.steps, self.rank_state.steps_done())
 
     def _buckets(self) -> list[Bucket]:

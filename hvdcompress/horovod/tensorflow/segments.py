@@ -25,10 +25,9 @@ import numpy as np
 
 from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.commit import PassedThrough, commit_step
+from hvdcompress.engine.commit import Part, commit_step
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
-from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group, Request, Transport
@@ -153,9 +152,8 @@ class Segments:
                 # A float64 value beyond the range of float32 becomes Inf, and the step is then treated as non-finite
                 with np.errstate(over="ignore"):
                     vector = gradient.astype(self.rank_state.next_step(bucket).dtype, copy=False)
-                self.exchanges[name] = exchange = Exchange(
-                    Setup(self.rank_state, self.group, bucket, vector, fast, scale)
-                )
+                exchange = Exchange(self.rank_state, self.group, bucket, vector, fast, scale)
+                self.exchanges[name] = exchange
                 exchange.add([0], [vector], [None])
                 exchange.start()
                 finite = exchange.finite
@@ -193,7 +191,7 @@ class Segments:
                 collective = exchange.collective
                 if (found := round_of(collective)) != planned:
                     raise RuntimeError(
-                        f"tensor {name!r}: method {exchange.setup.method.id!r} yields {found}, but {planned} in the "
+                        f"tensor {name!r}: method {exchange.method.id!r} yields {found}, but {planned} in the "
                         "rehearsal: its collectives must not depend on the values of the gradient"
                     )
                 exchange.pending = self.collectives.start(name, number, collective, like=_EMPTY)
@@ -214,7 +212,7 @@ class Segments:
             try:
                 exchange = self.exchanges[name]
                 assert exchange.pending is not None
-                exchange.pending.running.out = result
+                exchange.pending.out = result
                 self.collectives.advance(exchange.pending)
                 exchange.resume(self.collectives.result(exchange.pending))
             except Exception as error:
@@ -275,10 +273,10 @@ class Segments:
         waiting = list(self.exchanges.values())
         return waiting[0].describe_wait(len(waiting)) if waiting else None
 
-    def _pass_on(self, bucket: Bucket) -> PassedThrough:
+    def _pass_on(self, bucket: Bucket) -> Part:
         """Tell the engine that the stock all-reduce reduces a bucket."""
         self._sent(bucket.spec.name, Sent("AllReduce", None, 4 * bucket.spec.size))
-        return PassedThrough(self.rank_state, bucket, _EMPTY, fast)
+        return Part(self.rank_state, bucket, _EMPTY, fast)
 
     def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
         """Raise the failure, if there is one, as soon as no rank waits for another one.

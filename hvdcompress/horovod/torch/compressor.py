@@ -26,7 +26,7 @@ from hvdcompress._torch.compressor import TensorCompressor, named
 from hvdcompress.engine.agreement import PeerError, SharedConfig, compare_configs, factor_of
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.intake import SMALL
-from hvdcompress.engine.levels import Levels
+from hvdcompress.engine.levels import Network, network_over
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Agree, Step
@@ -187,22 +187,22 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         if not _hook_handles:
             _hook_handles.append(register_optimizer_step_pre_hook(_before_step))
 
-    def _make_network(self) -> Collectives | Levels:
+    def _make_network(self) -> Network:
         """Return the collectives of all ranks; with two levels, also those of nodes, which all ranks make.
 
         Raises:
             PeerError: the nodes differ between ranks.
         """
         transport = HorovodTransport(self.prefix, self.process_set)
-        world = Collectives(transport, self.rank_state.observers)
+        observers = self.rank_state.observers
         nodes = self.rank_state.nodes
         if _one_level_reason():
-            return world
+            return network_over(transport, observers)
         with self.watchdog.rendezvous("every rank's Compressor"):
             # A rank that alone makes process sets would wait for the others forever
-            everyone = world.gather_text("plan", str(nodes or "one level"))
+            everyone = Collectives(transport, observers).gather_text("plan", str(nodes or "one level"))
             compare_configs([({"nodes": each}, {}) for each in everyone])
-            return Levels.over(transport, transport.split(nodes), self.rank_state.observers) if nodes else world
+            return network_over(transport, observers, nodes)
 
     # -- Horovod's interface --------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             optimizer = sys._getframe(1).f_locals.get("self")
             self._hooked_parameters |= {id(parameter) for parameter in getattr(optimizer, "_requires_update", ())}
         ctx = GradientContext(tensor)
-        arrivals = self._open_step()
+        arrivals = self._open_arrivals()
         step = arrivals.step
         try:
             ctx.name = self._identify(tensor, len(arrivals.order))
@@ -306,7 +306,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _open_step(self) -> Arrivals:
+    def _open_arrivals(self) -> Arrivals:
         """Return the open step. Discard an unfinished one and start a new one."""
         if self._arrivals is None or self._arrivals.launched:
             if self.process_set.size() != self.rank_state.world_size:
@@ -321,8 +321,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _begin_step(self) -> Step:
         self._note_frozen()
         self.rank_state.begin_round()
-        step = self._step = self._new_step(self._network, self._config, Agree.BEFORE_WAITING)
-        with step.defer_errors:
+        step = self._open_step(self._config, Agree.BEFORE_WAITING)
+        with step.defer_errors():
             self.watchdog.endpoint()  # this starts the watchdog
         return step
 
@@ -330,7 +330,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         step = self._begin_step()
         step.factor = factor
         try:
-            with step.defer_errors:
+            with step.defer_errors():
                 add(step)
             step.send_status()
             if not self._plans_compared:
@@ -420,7 +420,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         """At the first ``decompress``: start the remaining exchanges, and send the status of this rank."""
         arrivals.launched = True
         step = arrivals.step
-        with step.defer_errors:
+        with step.defer_errors():
             step.fill_missing()
             self._pass_on(arrivals)
         step.send_status()
@@ -438,7 +438,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 ctx.gradient.detach().copy_(output)
         elif step.factor is None:
             step.factor = factor_of(output.tolist(), self.rank_state.world_size)
-        with step.defer_errors:
+        with step.defer_errors():
             step.poll()
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,7 @@ class LoopbackHandle(Handle):
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         rank = self.compressor.ranks[self.driver.rank]
-        rank.adopt_owners(saved)
-        rank.load_state_dict(saved, rank.group(self.driver.specs(self.shapes), None, {}))
+        rank.load_state_dict(saved, partial(rank.group, self.driver.specs(self.shapes), None, {}))
 
     def save(self, folder: Path) -> None:
         checkpoint.save(self.state(), folder)

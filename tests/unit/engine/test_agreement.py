@@ -17,7 +17,7 @@ def test_equal_ranks_agree() -> None:
     state = fingerprint("plan", [("w", 3)])
     status = reduced(*[Status(state=state, loss_scale=1024.0)] * 3)
     assert status == Status(state=state, loss_scale=1024.0, least_loss_scale=1024.0)
-    assert status.agreed
+    status.require_agreement()
 
 
 @pytest.mark.parametrize("flag", ["failed", "non_finite", "triggered", "replaced"])
@@ -39,7 +39,7 @@ def test_fingerprints_differ_and_are_exact_in_float64() -> None:
 
 def test_different_loss_scales_are_an_error() -> None:
     with pytest.raises(PeerError, match=r"1\.0 on one and 8\.0 on another"):
-        reduced(Status(loss_scale=8.0), Status(loss_scale=1.0)).raise_disagreement()
+        reduced(Status(loss_scale=8.0), Status(loss_scale=1.0)).require_agreement()
 
 
 def test_failures_are_listed_with_their_ranks() -> None:
@@ -75,5 +75,5 @@ def test_probes_tell_an_average_from_a_sum_and_from_anything_else(world_size: in
 
 def test_a_rank_that_contributes_zeros_has_joined() -> None:
     good = Status(state=5.0, loss_scale=1024.0)
-    assert Status.of(np.maximum(good.numbers(), np.zeros(8)).tolist()).saw_join
-    assert not reduced(good, good).saw_join
+    assert Status.of(np.maximum(good.numbers(), np.zeros(8)).tolist()).least_loss_scale == 0
+    assert reduced(good, good).least_loss_scale != 0

@@ -91,8 +91,6 @@ def test_steps_of_a_warm_up_or_a_pause_do_not_count() -> None:
 
 def test_a_decision_is_saved_and_loaded() -> None:
     decided = play(0.2, 0.1)[0][0]
-    other = Fallback(on=True)
-    other.load(decided.state())
+    other = Fallback.restored(True, decided.state())
     assert (other.verdict, other.seconds, other.uncompressed) == (Verdict.FLUSH, decided.seconds, False)
-    other.load(None)  # saved by an earlier version
-    assert other.verdict is Verdict.OPEN
+    assert Fallback.restored(True, None).verdict is Verdict.OPEN  # saved by an earlier version

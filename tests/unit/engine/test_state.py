@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.engine.bucket_state import BucketState
+from hvdcompress.engine.commit import Part
 from hvdcompress.engine.state import RankState
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
@@ -34,8 +35,7 @@ def next_of(local: RankState, *names: str) -> dict[str, BucketState]:
     """Return the state of tensors one step later, with the number of the step as residual."""
     found = {}
     for name in names:
-        local.note_begun(bucket(name))
-        state = local.state_of(local.next_step(bucket(name)), LIKE, fast)
+        state = Part(local, bucket(name), LIKE, fast).state
         residual = np.full(20, state.step + 1, np.float32)
         found[name] = replace(state, step=state.step + 1, slots={"residual": residual})
     return found
@@ -108,7 +108,7 @@ def test_a_loaded_state_is_claimed_by_its_tensor_and_restored_by_discard(local: 
     other.swap(next_of(other, "a"))
     assert steps(other) == {"a": 2}
     other.discard()
-    assert steps(other) == {"a": 1} and other.residual("a")[0] == 1  # type: ignore[index]
+    assert steps(other) == {"a": 1} and other.residual("a")[0] == 1
     assert other.state_dict()["steps"] == {"a": 1, "b": 1}
 
 
@@ -118,12 +118,11 @@ def test_a_loaded_state_is_claimed_by_its_tensor_and_restored_by_discard(local: 
 def test_forgotten_and_released_states_take_no_memory(local: RankState) -> None:
     local.swap(next_of(local, "a", "b"))
     for name in "ab":
-        local.memory_of(name).second_buffer("residual", local.states[name].slots["residual"], "float32", fast)
-    assert local.num_state_bytes() == 4 * 20 * 4, "each buffer counts once, although the memory refers to both"
+        local.memory[name].second_buffer("residual", local.states[name].slots["residual"], "float32", fast)
     local.forget(["a"])
     assert steps(local) == {"b": 1} and list(local.memory) == ["b"]
     local.release()
-    assert not local.states and not local.memory and local.replaced and not local.num_state_bytes()
+    assert not local.states and not local.memory and local.replaced
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import hvdcompress
 from hvdcompress import registry, testing
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.intake import MethodIntake
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.loopback import Loopback
@@ -78,7 +78,7 @@ def reseed_global_generator(distinct_indices: Any) -> Any:
 
 def commit_bad_step(abandon: Any) -> Any:
     def mutant(self: Exchange, fill: bool = False) -> None:
-        self.setup.rank_state.swap({self.name: self.new_state()})
+        self.rank_state.swap({self.name: self.new_state()})
         for out in self.outs:
             out[:] = float("nan")
 
@@ -244,7 +244,7 @@ FAULTS = {
     ),
     "state_dict returns views": Fault(testing.check_resume, RankState, "state_dict", return_views, "topk"),
     "residual is kept scaled": Fault(
-        testing.check_loss_scale, Setup, "__init__", lambda init: lambda *args: init(*args[:6]), "topk"
+        testing.check_loss_scale, MethodIntake, "__init__", lambda init: lambda *args: init(*args[:6]), "topk"
     ),
     "damaged payload is decoded": Fault(
         testing.check_wire, pack, "decode", decode_damaged_bytes, "topk", message="index outside of the tensor"

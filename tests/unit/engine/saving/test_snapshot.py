@@ -53,7 +53,7 @@ def test_tensors_of_one_bucket_must_be_at_one_step() -> None:
     saved = local.state_dict()
     saved["steps"]["b"] = 7
     with pytest.raises(ValueError, match="at different steps"):
-        local.load_state_dict(saved, local.buckets())
+        local.load_state_dict(saved, local.buckets)
 
 
 def test_a_trigger_before_saving_restarts_the_phases_after_loading() -> None:
