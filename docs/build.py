@@ -65,7 +65,7 @@ AREAS: dict[str, str] = {
     "results": "pages:results_page",
     "bench": "experiments.bench.pages:context",
     "one-exchange": "experiments.bench.pages:one_exchange",
-    "scale": "experiments.cost_model.pages:context",
+    "scale": "experiments.cost_model.scale:context",
     "reliability": "pages:reliability",
     "guides/nodes": "pages:nodes",
     "guides/local-steps": "pages:local_steps",

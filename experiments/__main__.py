@@ -20,7 +20,7 @@ from experiments.momentum.command import app as momentum
 from experiments.papers.command import reproduce
 from experiments.to_accuracy.command import app as time_to_accuracy
 from experiments.training.command import quickstart, run
-from experiments.training.save_gradients import save_gradients
+from experiments.training.gradients import save_gradients
 
 
 class Commands(TyperGroup):

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hvdcompress.registry import suggest
-
-if TYPE_CHECKING:
-    from experiments.cluster.hosts import Hosts
-    from experiments.configfile import MethodEntry
-
+from experiments.cluster.hosts import Hosts
+from experiments.configfile import MethodEntry, MethodsFile
+from hvdcompress.registry import available, suggest
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -48,8 +44,6 @@ def emulated_hosts(count: int | None, rate: str | None, ranks: int | None = None
     Raises:
         ValueError: the options contradict each other.
     """
-    from experiments.cluster.hosts import Hosts
-
     if (count is None) != (rate is None):
         raise ValueError("emulated hosts need --hosts and the rate of their links, such as --hosts 4 --rate 1gbit")
     if count is None or rate is None:
@@ -65,10 +59,7 @@ def methods_of(config: str | None, labels: str | None) -> Sequence[MethodEntry]:
     Raises:
         ValueError, OSError: there is no such file, something in it is wrong, or there is no such label.
     """
-    from experiments.configfile import MethodsFile
-    from hvdcompress import registry
-
-    source = {"methods": registry.available()} if config is None else config_file(config, "bench", "experiments")
+    source = {"methods": available()} if config is None else config_file(config, "bench", "experiments")
     return MethodsFile.open(source).pick("methods", split(labels))
 
 

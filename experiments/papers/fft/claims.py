@@ -13,10 +13,9 @@ from experiments.cluster.rates import title
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Verdict, judge
+from experiments.papers.claims import Paper, Verdict, against_dense, groups, judge, per_seed, spread
 from experiments.papers.fft import measures
-from experiments.papers.fft.formats import BITS
-from experiments.papers.frames import against_dense, groups, per_seed, spread
+from experiments.papers.fft.measures import BITS
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
 from experiments.training import loop

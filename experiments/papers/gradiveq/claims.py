@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from experiments import nets
 from experiments.cluster.hosts import problem
 from experiments.papers import simulate
-from experiments.papers.claims import Kind, Paper, Verdict, judge
-from experiments.papers.frames import against_dense, groups, per_seed, spread
+from experiments.papers.claims import Kind, Paper, Verdict, against_dense, groups, judge, per_seed, spread
 from experiments.papers.gradiveq import measures, rings
 from experiments.report import plots
 from experiments.report.numbers import number, rate_of, seconds_of

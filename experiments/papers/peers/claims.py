@@ -8,8 +8,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Units, Verdict, judge
-from experiments.papers.frames import against_dense, groups, spread
+from experiments.papers.claims import Paper, Units, Verdict, against_dense, groups, judge, spread
 from experiments.papers.peers import measures
 from experiments.report import plots
 from experiments.report.numbers import number, percent
