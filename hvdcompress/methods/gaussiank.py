@@ -48,31 +48,18 @@ from typing import Literal
 
 import numpy as np
 
-from hvdcompress.method import (
-    Array,
-    Context,
-    Density,
-    FeedbackName,
-    Granularity,
-    Method,
-    Sparse,
-    TensorSpec,
-    Values,
-    Workspace,
-    method,
-)
+from hvdcompress.method import Array, Context, Density, Granularity, Sparse, TensorSpec, Workspace, method
 from hvdcompress.ops.scan import Scan
 from hvdcompress.parts import candidates, codecs, pack, select
+from hvdcompress.parts.select import SparseMethod
 
 
 @method
-class GaussianK(Method):
+class GaussianK(SparseMethod):
     """Each rank sends about k elements, those above a threshold from a Gaussian fit."""
 
     paper = "Shi et al. 2019 (arXiv 1911.08772)"
     sends = "4k/3 values + indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
-    sparse = True
-    needs_feedback = True
 
     density: Density = 0.01
     """Target fraction of the elements that each rank sends, k / n."""
@@ -81,9 +68,6 @@ class GaussianK(Method):
     the authors' code."""
     scope: Literal["tensor", "global"] = "tensor"
     """Where k elements are selected. "tensor": in each tensor. "global": in one buffer of all this method's tensors."""
-    values: Values = "fp32"
-    """Number format of the values."""
-    feedback: FeedbackName = "plain"
 
     @property
     def granularity(self) -> Granularity:  # type: ignore[override]
