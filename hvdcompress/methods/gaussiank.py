@@ -90,8 +90,8 @@ class GaussianK(SparseMethod):
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         if self.scope == "global":
-            return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx, work, moments=True)
-        return candidates.scan(select.capacity(self.density, ctx.spec.parts[index]) + 1, index, work, moments=True)
+            return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx, work)
+        return candidates.scan(select.capacity(self.density, ctx.spec.parts[index]) + 1, index, work)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
         ops = work.ops
@@ -117,13 +117,12 @@ class GaussianK(SparseMethod):
             x: gradient + residual, float32 [n].
             index: number of the part, from 0.
             ctx: rank, world_size, step and bucket.
-            work: if the part was scanned, ``work.scanned[index]`` has its moments.
+            work: ``work.scanned`` may contain candidates.
 
         Returns:
             The elements [c], their indices ascending; c ≤ ⌊4k/3⌋.
         """
-        moments = work.scanned[index].moments if work.scanned else None
-        mean, std = moments or work.ops.moments(x)
+        mean, std = work.ops.moments(x)
         start = np.float32(select.gaussian_threshold(mean, std, self.density))  # t
         wanted = select.gaussiank_limits(self.density, len(x))
         rule = select.refine_paper if self.refine == "paper" else select.refine_bisect
