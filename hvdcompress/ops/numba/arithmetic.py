@@ -73,7 +73,7 @@ def _fit_one_kernel(
     for gradient, (start, stop), scan in zip(gradients, spans, scans, strict=True):
         if gradient.dtype != FLOAT32 or not gradient.flags.carray or not gradient.size == stop - start < most:
             return False
-        if (scan.above is not None and scan.above < 0) or scan._replace(above=None, capacity=0) != NOTHING:
+        if scan.chunk or scan.product or scan.halves or (scan.above is not None and scan.above < 0):
             return False
     return plain(residual, out)
 
