@@ -128,8 +128,7 @@ class OverHorovod(OverTorch):
                 compress=clock.timed("encode", own.compress), decompress=clock.timed("decode", own.decompress)
             )
 
-        sgd = torch.optim.SGD(self.parameters, lr=0.0)
-        attached = over_horovod(list(self.named.items()), sgd, what["how"], timed)
+        attached = over_horovod(list(self.named.items()), torch.optim.SGD(self.parameters, lr=0.0), what["how"], timed)
         self.optimizer, self.compressor = attached.optimizer, attached.compressor
         if self.compressor:
             self.compressor.add_observer(clock)

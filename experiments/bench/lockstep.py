@@ -122,8 +122,11 @@ class Lockstep:
     def __init__(self, plan: Plan, specs: Sequence[TensorSpec], world_size: int, device: Cpu):
         self.plan, self.world_size, self.device = plan, world_size, device
         self.ranks = [RankState(plan, rank, world_size) for rank in range(world_size)]
-        buckets = plan.buckets(specs, BY_NAME)
-        places = {member.name: (bucket, at) for bucket in buckets for at, member in enumerate(bucket.members)}
+        places = {
+            member.name: (bucket, at)
+            for bucket in plan.buckets(specs, BY_NAME)
+            for at, member in enumerate(bucket.members)
+        }
         self._places = [places[spec.name] for spec in specs]
         self._spent: dict[str, float] = {}
 

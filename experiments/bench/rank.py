@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from experiments.bench.contenders import Clock, Gradients, OverDDP, OverHorovod, OverMPI, make_gradients
-from experiments.cluster.rates import ring
+from experiments.cluster.hosts import ring
 from experiments.training import gradients as saved
 
 

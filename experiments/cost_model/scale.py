@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from experiments import nets
-from experiments.cluster.rates import title
+from experiments.cluster.hosts import title
 from experiments.configfile import MethodEntry
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted

@@ -183,8 +183,12 @@ def without_rate(name: str) -> str:
 
 def constant(net: str, task: str, learning_rate: float, **more: Any) -> Task:
     """Return a training at a constant learning rate, by default of 64 examples per rank and step."""
-    common = {"label": net, "warmup_steps": 0, "decays": False, "batch_size": 64}
-    return Task(net=net, task=task, learning_rate=learning_rate, **{**common, **more})
+    return Task(
+        net=net,
+        task=task,
+        learning_rate=learning_rate,
+        **{"label": net, "warmup_steps": 0, "decays": False, "batch_size": 64, **more},
+    )
 
 
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "weight_decay": 0.01}

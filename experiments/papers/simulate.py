@@ -37,8 +37,16 @@ NETS: dict[str, Settings] = {
 
 def training(net: str, steps: int, **changed: Any) -> Settings:
     """Return the training of a net as plain data, the keys of an experiment's file."""
-    usual = {"task": "fashion_mnist", "batch_size": 32, "learning_rate": 0.05}
-    return {"net": net, "steps": steps, "warmup_steps": steps // 10, **usual, **NETS.get(net, {}), **changed}
+    return {
+        "net": net,
+        "steps": steps,
+        "warmup_steps": steps // 10,
+        "task": "fashion_mnist",
+        "batch_size": 32,
+        "learning_rate": 0.05,
+        **NETS.get(net, {}),
+        **changed,
+    }
 
 
 def spread_out(steps: int, count: int) -> set[int]:

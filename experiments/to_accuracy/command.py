@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from experiments.options import seeds_of
+from experiments.configfile import seeds_of
 
 app = typer.Typer(
     help="Seconds of training that each contender needs to a target accuracy, over emulated links.",

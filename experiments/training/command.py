@@ -12,7 +12,7 @@ import typer
 from experiments.cluster import launch
 from experiments.cluster.command import CountOption, RateOption
 from experiments.cluster.hosts import Hosts
-from experiments.options import config_file, emulated_hosts, split
+from experiments.configfile import config_file, emulated_hosts, split
 from experiments.training.experiment import Experiment
 from experiments.training.tasks import TASKS, net_of
 from experiments.units import Unit, measure
@@ -132,5 +132,6 @@ def train(given: dict[str, Any], driver: str, ranks: int, hosts: int | None, rat
         LaunchError: a rank failed.
     """
     launcher: launch.Driver = "mpi" if driver == "horovod" else "gloo" if driver == "gloo" else "ddp"
-    program = ["-m", RANK, json.dumps({"driver": driver, **given})]
-    return launch.records(program, ranks, launcher, num_hosts=hosts, rate=rate)
+    return launch.records(
+        ["-m", RANK, json.dumps({"driver": driver, **given})], ranks, launcher, num_hosts=hosts, rate=rate
+    )

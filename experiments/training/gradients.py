@@ -55,8 +55,12 @@ def windows(steps: int, length: int) -> set[int]:
     >>> sorted(windows(100, 2))
     [0, 1, 49, 50, 98, 99]
     """
-    starts = (0, (steps - length) // 2, steps - length)
-    return {step for start in starts for step in range(start, start + length) if 0 <= step < steps}
+    return {
+        step
+        for start in (0, (steps - length) // 2, steps - length)
+        for step in range(start, start + length)
+        if 0 <= step < steps
+    }
 
 
 def save_gradients(
@@ -86,10 +90,14 @@ def save_gradients(
     if problem := TASKS[task].missing():
         raise ValueError(problem)
     rate = {"learning_rate": learning_rate, "warmup_steps": 0, "decays": False}
-    sizes = {"steps": steps, "batch_size": batch_size}
-    given = Task.model_validate({"label": name, "task": task, "net": name, **sizes, **rate})
+    given = Task.model_validate(
+        {"label": name, "task": task, "net": name, "steps": steps, "batch_size": batch_size, **rate}
+    )
     chosen = windows(steps, window) if last is None else range(steps - last, steps)
-    moments = Simulation(given, {"method": "none"}, ranks, seed).steps()
-    kept = [moment.gradients for moment in moments if moment.step in chosen]
+    kept = [
+        moment.gradients
+        for moment in Simulation(given, {"method": "none"}, ranks, seed).steps()
+        if moment.step in chosen
+    ]
     save(file, kept)
     print(f"{file}: {len(kept)} steps of {ranks} ranks, {len(kept[0][0])} tensors")

@@ -146,12 +146,12 @@ def watched(task: Settings, ranks: int, seed: int, samples: int = 6) -> list[Set
                 raw.append(np.ascontiguousarray(gradients[0]).ravel())
         kept = [kept_frequencies(x, FFT(density=USUAL)) for x in raw]
         for bits, name, change in formats():
-            errors = {"raw": error(raw, change), "kept": error(kept, change)}
-            rows.append({"kind": "format", "bits": bits, "format": name, **errors})
+            rows.append(
+                {"kind": "format", "bits": bits, "format": name, "raw": error(raw, change), "kept": error(kept, change)}
+            )
         return rows
 
-    at = simulate.spread_out(task["steps"], samples)
-    return simulate.watch(task, {"method": "none"}, ranks, seed, look, at)
+    return simulate.watch(task, {"method": "none"}, ranks, seed, look, simulate.spread_out(task["steps"], samples))
 
 
 def exchanges(networks: Mapping[str, tuple[Loopback, Loopback]], gradients: Sequence[Vector]) -> list[Settings]:

@@ -241,14 +241,13 @@ def training(rows: pd.DataFrame) -> Verdict:
     both = [(net, method) for net in names for method in ("default", "paper")]
     cells = {", ".join(place): [gap >= -POINTS for gap in gaps[place]] for place in both}
     told = {method: "; ".join(f"{spread(gaps[net, method])} for {net}" for net in names) for _, method in both[:2]}
-    sparse = rows[rows["method"] != "none"]
     return Verdict(
         judge(cells, f"with both settings at least one seed loses more than {POINTS:g} point"),
         f"Against dense, in points: default settings {told['default']}; the paper's {told['paper']}. The highest "
         f"ratio of {FASTER:g}x at least overall, dense steps counted, within {POINTS:g} point in every seed: "
         f"{'; '.join(fastest(rows[rows['net'] == net], net) for net in names)}.",
         plots.lines(
-            sparse,
+            rows[rows["method"] != "none"],
             "wire",
             "gap",
             "method",

@@ -173,8 +173,7 @@ def as_topk(id: str, named: str) -> Callable[[pd.DataFrame], Verdict]:
     """Return the function that judges whether a sparse method trains as top-k does; random-k is shown beside it."""
 
     def judged(rows: pd.DataFrame) -> Verdict:
-        sparse = rows[rows["method"] != "none"]
-        wide = sparse.pivot(index=["density", "net", "seed"], columns="method", values="value")
+        wide = rows[rows["method"] != "none"].pivot(index=["density", "net", "seed"], columns="method", values="value")
         gaps = wide.sub(wide["topk"], axis=0)  # NaN where a training diverged
         cells = {
             f"{net} at {percent(density)}": list(some >= -POINTS)

@@ -132,8 +132,13 @@ def trained() -> list[Unit]:
         tried = methods(settings["steps"])
         for name, ratio in tried:
             if (name, ratio) in TEXT_METHODS.get(task, tried):
-                given = {"task": settings, "method": tried[name, ratio], "ranks": 2}
-                units.append(Unit(simulate.accuracy, given, {"task": task, "at": ratio, "method": name}))
+                units.append(
+                    Unit(
+                        simulate.accuracy,
+                        {"task": settings, "method": tried[name, ratio], "ranks": 2},
+                        {"task": task, "at": ratio, "method": name},
+                    )
+                )
     return units
 
 

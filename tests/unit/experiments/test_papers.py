@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from experiments.__main__ import app
 from experiments.papers import command
 from experiments.papers.claims import Kind, Paper, Verdict, judge, over_seeds
-from experiments.papers.page import PAPERS
+from experiments.papers.command import PAPERS
 from experiments.report import results
 from experiments.training.experiment import Task
 from experiments.units import Unit
