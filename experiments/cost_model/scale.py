@@ -81,8 +81,7 @@ def predict(
 def table(predicted: pd.DataFrame, rate: str, value: str = "seconds") -> str:
     """Return a Markdown table of one rate: methods by workers; ``*`` marks what is no faster than dense."""
     wide = predicted[predicted["rate"] == rate].pivot_table(value, "method", "workers", sort=False)
-    form = numbers.seconds_of if value == "seconds" else numbers.num_bytes
-    cells = wide.map(form)
+    cells = wide.map(numbers.seconds_of if value == "seconds" else numbers.num_bytes)
     if value == "seconds":
         slow = wide.ge(wide.loc[DENSE], axis=1) & (wide.index != DENSE)[:, None]
         cells = cells.where(~slow, cells + r"\*")
