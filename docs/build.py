@@ -52,7 +52,7 @@ ROOT = DOCS.parent
 TEMPLATES = DOCS / "templates"
 sys.path[:0] = [str(ROOT), str(DOCS)]
 
-from experiments.papers.page import PAPERS  # noqa: E402
+from experiments.papers.command import PAPERS  # noqa: E402
 from experiments.report import numbers, plots, results, tables  # noqa: E402
 from hvdcompress import registry  # noqa: E402
 
@@ -63,14 +63,14 @@ AREAS: dict[str, str] = {
     "momentum": "pages:momentum",
     "momentum-results": "pages:momentum_results",
     "results": "pages:results_page",
-    "bench": "experiments.bench.pages:context",
-    "one-exchange": "experiments.bench.pages:one_exchange",
-    "scale": "experiments.cost_model.pages:context",
+    "bench": "experiments.bench.report:context",
+    "one-exchange": "experiments.bench.report:one_exchange",
+    "scale": "experiments.cost_model.scale:context",
     "reliability": "pages:reliability",
     "guides/nodes": "pages:nodes",
     "guides/local-steps": "pages:local_steps",
     "guides/migrate": "peers:migrate",
-    **{f"papers/{name}": "experiments.papers.page:context" for name in ("README", *PAPERS)},
+    **{f"papers/{name}": "experiments.papers.command:context" for name in ("README", *PAPERS)},
 }
 #: pictures that README shows: package indexes show PNG only
 AS_PNG = {"which-method-seconds"}

@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.bench.pages import two_levels
-from experiments.cluster.rates import title
+from experiments.bench.report import two_levels
+from experiments.cluster.hosts import title
 from experiments.cost_model import scale
 from experiments.momentum import report as study
 from experiments.report import plots, results, statistics

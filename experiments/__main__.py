@@ -20,7 +20,7 @@ from experiments.momentum.command import app as momentum
 from experiments.papers.command import reproduce
 from experiments.to_accuracy.command import app as time_to_accuracy
 from experiments.training.command import quickstart, run
-from experiments.training.save_gradients import save_gradients
+from experiments.training.gradients import save_gradients
 
 
 class Commands(TyperGroup):
@@ -58,17 +58,10 @@ app = typer.Typer(
 )
 
 
-app.command()(quickstart)
-app.command()(run)
+for command in (quickstart, run, bench, codec, save_gradients, compare, scale, reproduce, hosts):
+    app.command()(command)
 app.add_typer(time_to_accuracy, name="time-to-accuracy")
 app.add_typer(momentum, name="momentum")
-app.command()(bench)
-app.command()(codec)
-app.command()(save_gradients)
-app.command()(compare)
-app.command()(scale)
-app.command()(reproduce)
-app.command()(hosts)
 
 
 def main() -> None:

@@ -22,8 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from experiments.configfile import MethodEntry
-from experiments.options import methods_of
+from experiments.configfile import MethodEntry, methods_of
 from experiments.report import numbers, results, tables
 from experiments.training.gradients import Gradients, load
 from hvdcompress.loopback import Loopback

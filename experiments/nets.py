@@ -22,8 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 def alexnet() -> Shapes:
     """Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014 (arXiv 1404.5997)."""
     convolutions = {0: (64, 3, 11), 3: (192, 64, 5), 6: (384, 192, 3), 8: (256, 384, 3), 10: (256, 256, 3)}
-    linear = {1: (4096, 256 * 6 * 6), 4: (4096, 4096), 6: (1000, 4096)}
-    return _plain(convolutions, linear)
+    return _plain(convolutions, {1: (4096, 256 * 6 * 6), 4: (4096, 4096), 6: (1000, 4096)})
 
 
 def vgg16() -> Shapes:
@@ -127,5 +126,8 @@ def _linear(name: str, outputs: int, inputs: int) -> Shapes:
 
 def _convolution(name: str, norm: str, outputs: int, inputs: int, window: int) -> Shapes:
     """A convolution without bias, and its batch normalisation."""
-    shape = (outputs, inputs, window, window)
-    return {f"{name}.weight": shape, f"{norm}.weight": (outputs,), f"{norm}.bias": (outputs,)}
+    return {
+        f"{name}.weight": (outputs, inputs, window, window),
+        f"{norm}.weight": (outputs,),
+        f"{norm}.bias": (outputs,),
+    }

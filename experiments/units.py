@@ -19,7 +19,7 @@ import pandas as pd
 
 import hvdcompress
 from experiments.cluster.launch import stoppable
-from experiments.report import jsonl
+from experiments.report import results
 
 FILE = "results.jsonl"
 
@@ -50,8 +50,9 @@ class Unit:
     @property
     def key(self) -> str:
         """A hash of what the result depends on."""
-        source = inspect.getsource(self.measure)
-        hashed = joblib.hash((self.measure.__module__, source, self.settings, hvdcompress.__version__))
+        hashed = joblib.hash(
+            (self.measure.__module__, inspect.getsource(self.measure), self.settings, hvdcompress.__version__)
+        )
         return f"{self.measure.__name__}-{hashed}"
 
     def given(self, **settings: Any) -> Unit:
@@ -83,7 +84,7 @@ def measure(units: Sequence[Unit], folder: Path, jobs: int) -> list[list[dict[st
             calls = [joblib.delayed(_result)(key, unit) for key, unit in missing.items() if unit.alone == alone]
             parallel = joblib.Parallel(1 if alone else jobs, return_as="generator_unordered")
             for result in parallel(calls):
-                jsonl.append(folder / FILE, result)
+                results.append_line(folder / FILE, result)
                 done += 1
                 left = timedelta(seconds=round((time.perf_counter() - began) / done * (len(missing) - done)))
                 print(f"[{done}/{len(missing)}] {missing[result['key']].name}, about {left} left", flush=True)
@@ -104,7 +105,7 @@ def kept(folder: Path) -> pd.DataFrame:
 
 
 def _results(folder: Path) -> dict[str, dict[str, Any]]:
-    return {result["key"]: result for result in jsonl.read(folder / FILE)}
+    return {result["key"]: result for result in results.read_lines(folder / FILE)}
 
 
 def _result(key: str, unit: Unit) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def options(cls: type[Method]) -> list[Option]:
     schemas = TypeAdapter(cls).json_schema()["properties"]
     about = field_docs(cls)
     found = [Option(f.name, f.default, legal(schemas[f.name]), about.get(f.name, "")) for f in fields(cls)]
-    own = list(inspect.get_annotations(cls))
+    own = [name for base in cls.__mro__ if base not in (Method, object) for name in inspect.get_annotations(base)]
     return sorted(found, key=lambda one: own.index(one.name) if one.name in own else len(own))
 
 

@@ -3,7 +3,7 @@
 #
 # The ring all-reduce experiment across MPI ranks, which ends in a table, a plot and a JSON file. The arguments go to
 # `python -m experiments.ring.run`, for instance
-#     launch/ring.sh -n 4 --method "topk density=0.01" --elements 10000 1000000
+#     launch/ring.sh -n 4 --method "topk density=0.01" --elements 10000,1000000
 #     launch/ring.sh -n 8 -H node1:4,node2:4 --out runs/ring
 #
 #   -n RANKS    how many ranks mpirun starts (default: 4)

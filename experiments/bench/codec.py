@@ -17,8 +17,7 @@ from unittest import mock
 import pandas as pd
 
 from experiments import nets
-from experiments.bench.devices import device
-from experiments.bench.lockstep import PARTS, time_steps
+from experiments.bench.lockstep import PARTS, device, time_steps
 from hvdcompress import registry
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import BY_NAME, Plan, load_plan, settings_of

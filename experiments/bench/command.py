@@ -29,7 +29,7 @@ def bench(
     """
     from experiments.bench import run as benchmark
     from experiments.bench.config import Bench
-    from experiments.options import config_file, split
+    from experiments.configfile import config_file, split
 
     given = Bench.open(config_file(config, "bench"))
     changes = {"hosts": hosts, "ranks_per_host": ranks_per_host, "rates": split(rates), "rounds": rounds}

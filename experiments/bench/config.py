@@ -147,8 +147,7 @@ class Bench(ConfigFile):
             found.append(Contender(name, where, {"how": how, "warm_up": 3 if kind == "powersgd" else 1}))
         for entry in self.methods:
             settings = entry.settings | ({"nodes": self.hosts} if entry.two_level else {})
-            spec = {"how": settings, "warm_up": 3, "alone": entry.alone}
-            found.append(Contender(entry.label, entry.over, spec))
+            found.append(Contender(entry.label, entry.over, {"how": settings, "warm_up": 3, "alone": entry.alone}))
         return found
 
     def override(self, methods: Sequence[str] = (), sets: Sequence[str] = (), **changes: Any) -> Bench:

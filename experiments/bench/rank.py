@@ -29,9 +29,8 @@ from typing import Any
 
 import torch
 
-from experiments.bench.contenders import Clock, OverDDP, OverHorovod, OverMPI
-from experiments.bench.gradients import Gradients, make_gradients
-from experiments.cluster.rates import ring
+from experiments.bench.contenders import Clock, Gradients, OverDDP, OverHorovod, OverMPI, make_gradients
+from experiments.cluster.hosts import ring
 from experiments.training import gradients as saved
 from hvdcompress.engine.state import RankState
 

@@ -68,8 +68,9 @@ class Group:
         server.listen(self.ranks)
         words = ["-m", MODULE, f"{folder}/socket", self.name, self.device]
         # Each rank chooses for itself whether MPI's collectives are rings
-        lines = launch.lines(words, self.ranks, DRIVERS[self.name], self.hosts)
-        launched = self._stack.enter_context(launch.Ranks(lines, self.ranks, self.log))
+        launched = self._stack.enter_context(
+            launch.Ranks(launch.lines(words, self.ranks, DRIVERS[self.name], self.hosts), self.ranks, self.log)
+        )
         self._stack.callback(self._hang_up, launched)
         deadline = time.monotonic() + JOINING
         while len(self._connections) < self.ranks:

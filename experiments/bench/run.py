@@ -14,7 +14,7 @@ from experiments.bench.config import LOOPBACK, NOOP, Bench, Turn
 from experiments.bench.ranks import Group, RankError
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.launch import stoppable
-from experiments.report import jsonl, plots, results
+from experiments.report import plots, results
 
 TURNS = "turns.jsonl"  #: in the folder of a benchmark: one line per turn
 
@@ -64,8 +64,9 @@ def run(bench: Bench, folder: Path) -> int:
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Return the turns in a folder, the last one of each key."""
-    turns = jsonl.read(folder / TURNS)
-    return list({tuple(turn[key] for key in Turn._fields): turn for turn in turns}.values())
+    return list(
+        {tuple(turn[key] for key in Turn._fields): turn for turn in results.read_lines(folder / TURNS)}.values()
+    )
 
 
 def measure(bench: Bench, folder: Path) -> None:
@@ -83,7 +84,13 @@ def measure(bench: Bench, folder: Path) -> None:
     missing = [turn for turn in bench.turns() if turn.key not in done]
     for rate in dict.fromkeys(turn.rate for turn in missing):
         with contextlib.ExitStack() as stack:
-            hosts = None if rate == LOOPBACK else stack.enter_context(_hosts(bench, rate))
+            hosts = (
+                None
+                if rate == LOOPBACK
+                else stack.enter_context(
+                    Hosts(bench.hosts, rate, ranks_per_host=bench.ranks_per_host, pin=not bench.awake)
+                )
+            )
             link = {"link": str(hosts or "shared memory (MPI), loopback TCP")}
             print(f"{link['link']}: starting ranks", flush=True)
             groups: dict[str, Group] = {}
@@ -94,13 +101,9 @@ def measure(bench: Bench, folder: Path) -> None:
                     groups[where] = Group(where, ranks, hosts, folder / "log.txt", not bench.awake, bench.device)
                     stack.callback(groups[where].stop)
                 line = turn.key | link | _take(turn, bench, groups[where])
-                jsonl.append(folder / TURNS, line)
+                results.append_line(folder / TURNS, line)
                 times = ", ".join(f"{one['seconds']:.3g} s" for one in line.get("exchanges", ()))
                 print(f"{turn}: {times or 'failed: ' + line['failed']}", flush=True)
-
-
-def _hosts(bench: Bench, rate: str) -> Hosts:
-    return Hosts(bench.hosts, rate, ranks_per_host=bench.ranks_per_host, pin=not bench.awake)
 
 
 def _take(turn: Turn, bench: Bench, group: Group) -> dict[str, Any]:

@@ -25,6 +25,5 @@ def hosts(
     from experiments.cluster.launch import environment, stoppable
 
     with stoppable(), Hosts(count, rate) as network:
-        env = {**os.environ, **environment(count)}
-        done = subprocess.run(network.command("host0", *command), env=env)
+        done = subprocess.run(network.command("host0", *command), env={**os.environ, **environment(count)})
     raise typer.Exit(done.returncode)

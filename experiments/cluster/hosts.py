@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from experiments.cluster.rates import title
 from hvdcompress.cli.numbers import bits_of
 
 STATES = Path("/var/lib/hvdcompress")  #: a folder of programs for each set of hosts; /run may be mounted noexec
@@ -148,7 +147,9 @@ class Hosts:
 
     def __enter__(self) -> Self:
         _check()
-        _sweep()
+        for folder in STATES.glob("p*x*"):  # the hosts of processes that were killed
+            if not Path("/proc", folder.name[1:].partition("x")[0]).exists():
+                _take_down(folder.name)
         self.bin.mkdir(parents=True)
         try:
             self._make_hosts()
@@ -241,13 +242,6 @@ def _shape(space: str, interface: str, bits: int) -> None:
     _output("tc", "-n", space, "qdisc", "add", "dev", interface, "root", "handle", "1:", "tbf", *bucket)
 
 
-def _sweep() -> None:
-    """Take down the hosts of processes that were killed."""
-    for folder in STATES.glob("p*x*"):
-        if not Path("/proc", folder.name[1:].partition("x")[0]).exists():
-            _take_down(folder.name)
-
-
 def _take_down(id: str) -> None:
     """End what runs on the hosts of an id, and remove them; nothing if there are none."""
     spaces = list(Path("/run/netns").glob(f"hvdc-{id}-*"))
@@ -296,3 +290,31 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+RING = {
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+    "OMPI_MCA_coll_tuned_allgather_algorithm": "4",
+    "OMPI_MCA_coll_tuned_allgatherv_algorithm": "3",
+}
+
+
+def ring(ranks: int) -> dict[str, str]:
+    """Environment that makes Open MPI's collectives rings, as the ledger's ``bytes_on_wire`` is a ring's.
+
+    Its own choice is mostly another. Non-blocking all-reduces of two ranks are left alone: they send as many bytes
+    as a ring's, whose two directions do not overlap there.
+    """
+    return RING | ({"OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1"} if ranks > 2 else {})
+
+
+def title(rate: str) -> str:
+    """Return a rate for a reader.
+
+    >>> title("100mbit"), title("2.5gbit")
+    ('100 Mbit/s', '2.5 Gbit/s')
+    """
+    bits = bits_of(rate)
+    factor, unit = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s") if bits >= 1e6 else (1e3, "kbit/s")
+    return f"{bits / factor:.3g} {unit}"

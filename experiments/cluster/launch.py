@@ -27,8 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from experiments.cluster.hosts import Hosts
-from experiments.cluster.rates import ring
+from experiments.cluster.hosts import Hosts, ring
 
 if TYPE_CHECKING:
     import psutil

@@ -42,17 +42,16 @@ def scale(
     Example: python -m experiments scale --set resnet50 --rate 100mbit,1gbit --workers 8,64
     """
     from experiments import nets
+    from experiments.configfile import methods_of, split
+    from experiments.cost_model import fitted as fits
     from experiments.cost_model import scale as scaling
-    from experiments.cost_model.fitted import Fitted
-    from experiments.cost_model.fitted import fit as fit_to
-    from experiments.options import methods_of, split
     from experiments.report import plots, results, tables
 
     numbers, rates = split(workers), split(rate)
     if wrong := [word for word in numbers if not word.isdigit()]:
         raise ValueError(f"--workers: {wrong[0]!r} is not a number of workers")
     entries, tensors = methods_of(config, methods), nets.get(set)
-    model = fit_to(fit, over) if fit else Fitted.open(over, fitted or results.FOLDER)
+    model = fits.fit(fit, over) if fit else fits.Fitted.open(over, fitted or results.FOLDER)
     predicted = scaling.predict(model, entries, tensors, rates, [int(word) for word in numbers], per_host, inside)
     for level, rows in predicted.groupby("levels"):
         title = f"{level} level{'s' * (level > 1)}, by workers\n\n"

@@ -73,8 +73,14 @@ class Fitted:
     def save(self, folder: Path) -> Path:
         """Write ``cost-model-DRIVER.json``."""
         codecs = {name: codec._asdict() for name, codec in sorted(self.codecs.items())}
-        more = {"constants": self.constants, "held_out": self.held_out, "codecs": codecs}
-        return results.save(f"cost-model-{self.driver}", self.points, folder, **more)
+        return results.save(
+            f"cost-model-{self.driver}",
+            self.points,
+            folder,
+            constants=self.constants,
+            held_out=self.held_out,
+            codecs=codecs,
+        )
 
     def codec(self, method: Method) -> Codec:
         """Return a method's codec; an unknown one is timed now."""
@@ -169,10 +175,17 @@ def _exchanges(folder: Path, fitted: Fitted) -> pd.DataFrame:
         if contender.kind == "dense":
             work = model.stock(shapes, bench.hosts)
         else:
-            plan = load_plan(contender.spec["how"])
-            work = model.work(plan, shapes, bench.hosts, fitted.codec, fitted.driver)
-        place = {"label": row["contender"], "set": row["set"], "rate": bits_of(row["rate"])}
-        points.append({**place, "shared": sharing(bench.hosts), "seconds": row["seconds"], **work._asdict()})
+            work = model.work(load_plan(contender.spec["how"]), shapes, bench.hosts, fitted.codec, fitted.driver)
+        points.append(
+            {
+                "label": row["contender"],
+                "set": row["set"],
+                "rate": bits_of(row["rate"]),
+                "shared": sharing(bench.hosts),
+                "seconds": row["seconds"],
+                **work._asdict(),
+            }
+        )
     return pd.DataFrame(points)
 
 

@@ -129,8 +129,7 @@ def work(
     alone = [bucket for bucket in buckets if driver == "horovod" and len(bucket.members) == 1]
     methods = [bucket.program.main for bucket in alone]
     stock = [method for method in methods if method.identity and method.feedback == "none"]  # gradients as they are
-    own = _own_collectives(driver, len(tensors) - len(stock), world_size)
-    both = work_of([*own, *begun], world_size, local_size)
+    both = work_of([*_own_collectives(driver, len(tensors) - len(stock), world_size), *begun], world_size, local_size)
     return both._replace(rounds=found.rounds + STATUSES[driver], codec=found.codec)
 
 
@@ -242,8 +241,7 @@ def work_of(begun: Begun, world_size: int, local_size: int = 1) -> Work:
 def turns(collective: str, lengths: Sequence[int], world_size: int) -> int:
     """Return how often all-reduces or all-gathers of these bytes, which begin together, pass around the ring."""
     times = world_size if collective == "AllGather" else 1
-    fused = min(len(lengths), max(1, ceil(times * sum(lengths) / FUSED)))
-    return fused * (1 if collective == "AllGather" else 2)
+    return min(len(lengths), max(1, ceil(times * sum(lengths) / FUSED))) * (1 if collective == "AllGather" else 2)
 
 
 def stock(tensors: Mapping[str, tuple[int, ...]], world_size: int, local_size: int = 1) -> Work:

@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from experiments import nets
+from experiments.cluster.hosts import title
 from experiments.configfile import MethodEntry
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
-from experiments.report import numbers, plots, tables
+from experiments.report import numbers, plots, results, tables
 from hvdcompress.cli.numbers import bits_of
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.plan import plan_of
@@ -80,8 +81,7 @@ def predict(
 def table(predicted: pd.DataFrame, rate: str, value: str = "seconds") -> str:
     """Return a Markdown table of one rate: methods by workers; ``*`` marks what is no faster than dense."""
     wide = predicted[predicted["rate"] == rate].pivot_table(value, "method", "workers", sort=False)
-    form = numbers.seconds_of if value == "seconds" else numbers.num_bytes
-    cells = wide.map(form)
+    cells = wide.map(numbers.seconds_of if value == "seconds" else numbers.num_bytes)
     if value == "seconds":
         slow = wide.ge(wide.loc[DENSE], axis=1) & (wide.index != DENSE)[:, None]
         cells = cells.where(~slow, cells + r"\*")
@@ -118,3 +118,20 @@ def errors(fits: Mapping[str, Fitted]) -> pd.DataFrame:
 
     columns = {name: {split: text(found) for split, found in fit.held_out.items()} for name, fit in fits.items()}
     return pd.DataFrame(columns).rename_axis("held out").reset_index()
+
+
+DRAWN = ["dense", "fp16", "scalecom 100x", "topk 0.5 %", "gtopk 0.5 %", "oktopk 0.5 %", "arctopk 0.5 %"]
+DRAWN += ["powersgd rank 1", "qsgd 4 bits", "signsgd"]
+SHOWN = (4, 16, 64, 256, 1024)
+
+
+def context(page: str) -> dict[str, Any]:
+    """Return the numbers, tables and the picture of ``docs/templates/scale.md``."""
+    resnet = results.load("scale-resnet50")
+    fits = {"Horovod": Fitted.open("horovod"), "MPI driver": Fitted.open("mpi4py")}
+    drawn = resnet[resnet["method"].isin(DRAWN)]
+    return {
+        "seconds": draw(drawn.assign(levels=1, rate=drawn["rate"].map(title))),
+        "predicted": table(drawn[drawn["workers"].isin(SHOWN)], "1gbit"),
+        "errors": errors(fits),
+    }

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from experiments.options import seeds_of
+from experiments.configfile import seeds_of
+from experiments.units import kept, measure
 
 app = typer.Typer(
     help="Accuracy with and without the optimizer's momentum, over error feedback.",
@@ -32,7 +33,6 @@ def run(
     """Train; runs that have a result are skipped."""
     from experiments.momentum import contenders as table
     from experiments.momentum import study
-    from experiments.units import measure
 
     units = study.units_of(tasks.split(","), table.split(contenders), seeds_of(seeds), steps, ranks, decay)
     measure(units, folder, jobs)
@@ -52,7 +52,6 @@ def report(
 
     from experiments.momentum.report import GROUP, markdown
     from experiments.report import results
-    from experiments.units import kept
 
     frame = kept(folder) if folder else results.load(name)
     print(markdown(frame))

@@ -123,8 +123,11 @@ class EF21SGDM(Remedy):
     decay: Momentum = 0.9
 
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
-        shared = Slot((spec.size,), scope="shared", merge="keep")
-        return {"average": Slot((spec.size,)), "estimate": Slot((spec.size,)), "total": shared}
+        return {
+            "average": Slot((spec.size,)),
+            "estimate": Slot((spec.size,)),
+            "total": Slot((spec.size,), scope="shared", merge="keep"),
+        }
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         kept = np.float32(self.decay if ctx.step else 0.0)

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from experiments.momentum import remedies
-from experiments.momentum.contenders import STEPS, parse
-from experiments.momentum.tasks import TASKS
+from experiments.momentum.contenders import STEPS, TASKS, parse
 from experiments.training.experiment import Task
 from experiments.training.local_steps import LocalSimulation
 from experiments.training.simulate import Simulation

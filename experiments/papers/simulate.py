@@ -8,10 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from experiments import phases
 from experiments.training.experiment import Task
 from experiments.training.simulate import Moment, Simulation
 from hvdcompress.loopback import Loopback
+
+PHASES = ("early", "middle", "late")
+
+
+def phase_of(step: int, steps: int) -> str:
+    """Return the third of ``steps`` that a step, counted from 0, is in.
+
+    >>> [phase_of(step, 7) for step in range(7)]
+    ['early', 'early', 'early', 'middle', 'middle', 'late', 'late']
+    """
+    return PHASES[min(step * len(PHASES) // steps, len(PHASES) - 1)]
+
 
 Settings = dict[str, Any]
 TEXT: Settings = {"task": "bytes", "batch_size": 8, "learning_rate": 0.6, "momentum": 0.7, "clip_norm": 1.0}
@@ -26,8 +37,16 @@ NETS: dict[str, Settings] = {
 
 def training(net: str, steps: int, **changed: Any) -> Settings:
     """Return the training of a net as plain data, the keys of an experiment's file."""
-    usual = {"task": "fashion_mnist", "batch_size": 32, "learning_rate": 0.05}
-    return {"net": net, "steps": steps, "warmup_steps": steps // 10, **usual, **NETS.get(net, {}), **changed}
+    return {
+        "net": net,
+        "steps": steps,
+        "warmup_steps": steps // 10,
+        "task": "fashion_mnist",
+        "batch_size": 32,
+        "learning_rate": 0.05,
+        **NETS.get(net, {}),
+        **changed,
+    }
 
 
 def spread_out(steps: int, count: int) -> set[int]:
@@ -64,7 +83,7 @@ def watch(
     rows: list[Settings] = []
     for moment in Simulation(given, {**method, "optimizer_momentum": "keep"}, ranks, seed).steps(at):
         if moment.step in at:
-            place = {"step": moment.step, "phase": phases.phase_of(moment.step, given.steps)}
+            place = {"step": moment.step, "phase": phase_of(moment.step, given.steps)}
             rows += [{**place, **row} for row in look(moment)]
         if moment.step == max(at):
             break

@@ -31,8 +31,7 @@ def save(name: str, records: pd.DataFrame | Sequence[Mapping[str, Any]], folder:
         folder: a run's own folder; by default that of the published results.
         more: further facts, such as ``link=`` or ``settings=``.
     """
-    frame = pd.DataFrame(records)
-    rows = json.loads(frame.to_json(orient="records", double_precision=9))
+    rows = json.loads(pd.DataFrame(records).to_json(orient="records", double_precision=9))
     file = folder / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps({**about(), **more}, indent=1)[:-2]
@@ -69,3 +68,18 @@ def about() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "machine": {"cores": os.cpu_count(), "cpu": cpu, "system": sys.platform},
     }
+
+
+def append_line(file: Path, record: dict[str, Any]) -> None:
+    """Append one record with a single write, on a line of its own even after half of a line."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write("\n" + json.dumps(record))
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file that may not exist; lines that were cut off are skipped."""
+    found = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found

@@ -22,8 +22,7 @@ def markdown(frame: pd.DataFrame, **formats: Callable[[Any], str]) -> str:
         for column in frame
     }
     align = ["right" if pd.api.types.is_numeric_dtype(frame[column]) else "left" for column in frame]
-    texts = pd.DataFrame(cells, dtype=str)
-    return str(texts.to_markdown(index=False, disable_numparse=True, colalign=align))
+    return str(pd.DataFrame(cells, dtype=str).to_markdown(index=False, disable_numparse=True, colalign=align))
 
 
 def show(frame: pd.DataFrame, title: str = "", **formats: Callable[[Any], str]) -> None:

@@ -8,7 +8,6 @@ barrier on; bytes are counted where they are sent. Rank 0 prints a table, and wr
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
@@ -18,12 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+import typer
 from matplotlib.figure import Figure
 
+from experiments.configfile import split
 from experiments.report import numbers, plots, results, tables
 from experiments.ring.algorithm import ring_allreduce
 from experiments.ring.codecs import Array, Dense, Projection, Recoded, SegmentCodec
@@ -31,22 +32,15 @@ from hvdcompress import registry
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.mpi import Compressor  # before mpi4py, whose environment it sets
 from hvdcompress.parts import codecs
-from hvdcompress.parts.sums import Codec, Quantizer
+from hvdcompress.parts.sums import Quantizer
 from hvdcompress.plan import settings_of
 
 from mpi4py import MPI  # isort: skip
 
 Exchange = Callable[[Array], tuple[Array, float]]  #: a vector -> the sum over ranks, and the bytes that this rank sent
-METHODS = ("qsgd bits=4", "topk density=0.01", "scalecom density=0.01", "powersgd")
+METHODS = ["qsgd bits=4", "topk density=0.01", "scalecom density=0.01", "powersgd"]
 WARM = 2  #: exchanges before the first that is timed: they compile kernels and open connections
 ADDED, CODED, OWN = "ring, payloads add", "ring, encoded again at every hop", "methods, their own collectives"
-
-
-def known_codecs() -> dict[str, Codec]:
-    """Return number formats by name, and the codecs of methods that consist of one, such as TernGrad."""
-    formats = {name: codecs.codec(name) for name in ("fp16", "bf16", "rangefloat12", "rangefloat8", "qsgd8", "qsgd4")}
-    methods = {id: registry.get_method(id) for id in registry.available() if id != "qsgd"}
-    return {**formats, **{id: each.codec for id, each in methods.items() if isinstance(each, Quantizer)}}
 
 
 def ways_of(n: int, methods: Sequence[str], comm: Any) -> dict[tuple[str, str], Exchange]:
@@ -56,7 +50,10 @@ def ways_of(n: int, methods: Sequence[str], comm: Any) -> dict[tuple[str, str], 
     size = min(768, n)  # of a slice
     basis = np.linalg.qr(rng.standard_normal((size, max(1, size // 8))))[0].T
     projection = Projection(np.ascontiguousarray(basis, np.float32), comm.size)
-    formats = known_codecs()
+    # number formats, and the codecs of methods that consist of one, such as TernGrad
+    formats = {name: codecs.codec(name) for name in ("fp16", "bf16", "rangefloat12", "rangefloat8", "qsgd8", "qsgd4")}
+    known = {id: registry.get_method(id) for id in registry.available() if id != "qsgd"}
+    formats |= {id: each.codec for id, each in known.items() if isinstance(each, Quantizer)}
     added = {"fp32": Dense(), "GradiVeQ 8x": projection}
     coded = {name: Recoded(codec, ctx) for name, codec in formats.items()}
     coded["GradiVeQ 8x, qsgd8"] = Recoded(formats["qsgd8"], ctx, projection)
@@ -121,8 +118,11 @@ def measure(ways: Mapping[Any, Exchange], x: Array, runs: int, comm: Any) -> pd.
 
 def table(frame: pd.DataFrame) -> str:
     """Return a table of the longest vectors, the fastest way first."""
-    longest = frame[frame["elements"] == frame["elements"].max()]
-    made = longest.groupby(["way", "kind"], as_index=False)[["seconds", "sent", "error"]].median()
+    made = (
+        frame[frame["elements"] == frame["elements"].max()]
+        .groupby(["way", "kind"], as_index=False)[["seconds", "sent", "error"]]
+        .median()
+    )
     made.insert(3, "× MPI's", made.loc[made["way"] == "MPI", "seconds"].iloc[0] / made["seconds"])
     formats = {"seconds": numbers.seconds_of, "× MPI's": numbers.rate_of, "sent": numbers.num_bytes}
     return tables.markdown(made.sort_values("seconds"), error="{:.2%}".format, **formats)
@@ -134,51 +134,58 @@ def plot(frame: pd.DataFrame) -> Figure:
     longest = medians[medians["elements"] == medians["elements"].max()]
     fastest = longest.sort_values("seconds").groupby("kind").head(9)["way"]
     drawn = medians[medians["way"].isin(fastest)].assign(ms=lambda rows: 1e3 * rows["seconds"])
-    words = {"elements": "elements per rank", "ms": "ms per all-reduce"}
-    return plots.lines(drawn, "elements", "ms", "way", "kind", words, lambda ax, _: ax.loglog(), share_y=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure on all ranks; rank 0 reports."""
-    parser = argparse.ArgumentParser(prog="launch/ring.sh", description="The ring all-reduce across MPI ranks.")
-    parser.add_argument(
-        "--elements", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="float32 values per rank: lengths"
+    return plots.lines(
+        drawn,
+        "elements",
+        "ms",
+        "way",
+        "kind",
+        {"elements": "elements per rank", "ms": "ms per all-reduce"},
+        lambda ax, _: ax.loglog(),
+        share_y=True,
     )
-    parser.add_argument("--runs", type=int, default=9, help="timed exchanges (default: %(default)s)")
-    about = f'as "topk density=0.001"; again for more; "all" for every one. Default: {", ".join(METHODS)}'
-    parser.add_argument("-m", "--method", action="append", help=about)
-    parser.add_argument("--out", type=Path, default=Path("runs/ring"), help="folder (default: %(default)s)")
-    given = parser.parse_args(arguments)
+
+
+def main(
+    elements: Annotated[
+        str, typer.Option(help="float32 values per rank: lengths, with commas.")
+    ] = "10000,100000,1000000",
+    runs: Annotated[int, typer.Option(min=1, help="Timed exchanges.")] = 9,
+    method: Annotated[
+        list[str], typer.Option("-m", "--method", help='Such as "topk density=0.001"; again for more; "all" for all.')
+    ] = METHODS,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/ring"),
+) -> None:
+    """The ring all-reduce across MPI ranks: measure on all ranks; rank 0 reports."""
     comm = MPI.COMM_WORLD
     if comm.size == 1:
         sys.exit("one rank has nobody to send to: start several, mpirun -np 4")
-    if min(given.elements) < 1 or given.runs < 1:
-        parser.error("--elements and --runs must be 1 or more")
     logging.getLogger("hvdcompress").addHandler(logging.NullHandler())  # the table says what is sent
-    methods = registry.available() if given.method == ["all"] else given.method or METHODS
+    methods = registry.available() if method == ["all"] else method
+    lengths = [int(word) for word in split(elements)]
     frames = []
-    for n in given.elements:
+    for n in lengths:
         x = np.random.default_rng(comm.rank).standard_normal(n, np.float32)
         try:
             ways = ways_of(n, methods, comm)
         except ValueError as error:
-            parser.error(str(error))
+            raise typer.BadParameter(str(error)) from None
         if not comm.rank:
-            print(f"{n:,} values per rank: {len(ways)} ways, in {WARM + given.runs} turns …", flush=True)
-        frames.append(measure(ways, x, given.runs, comm))
+            print(f"{n:,} values per rank: {len(ways)} ways, in {WARM + runs} turns …", flush=True)
+        frames.append(measure(ways, x, runs, comm))
     hosts = len(set(comm.allgather(MPI.Get_processor_name())))
     if comm.rank:
         return
     frame = pd.concat(frames, ignore_index=True)
     frame[["kind", "way"]] = frame["way"].tolist()
     where = f"{comm.size} ranks on {f'{hosts} hosts' if hosts > 1 else f'{os.cpu_count()} cores'}"
-    text = f"**{where}, {max(given.elements):,} float32 values each**\n\n{table(frame)}\n"
+    text = f"**{where}, {max(lengths):,} float32 values each**\n\n{table(frame)}\n"
     print(f"\n{text}")
-    command = shlex.join(["launch/ring.sh", "-n", str(comm.size), *(arguments or sys.argv[1:])])
-    written = results.save("ring", frame, given.out, command=command, ranks=comm.size, hosts=hosts)
+    command = shlex.join(["launch/ring.sh", "-n", str(comm.size), *sys.argv[1:]])
+    written = results.save("ring", frame, out, command=command, ranks=comm.size, hosts=hosts)
     written.with_name("table.md").write_text(text, encoding="utf-8")
-    print("written:", written, plots.save(plot(frame), given.out / "ring.svg"))
+    print("written:", written, plots.save(plot(frame), out / "ring.svg"))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

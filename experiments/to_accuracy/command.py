@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from experiments.options import seeds_of
+from experiments.configfile import seeds_of
 
 app = typer.Typer(
     help="Seconds of training that each contender needs to a target accuracy, over emulated links.",
@@ -33,8 +33,7 @@ CONTENDERS = (
 def _names(text: str, races: list[str]) -> list[str]:
     """Return the contenders of a list, all of which the races' optimizers can have."""
     from experiments.momentum import contenders
-    from experiments.to_accuracy.contenders import parse
-    from experiments.to_accuracy.races import RACES
+    from experiments.to_accuracy.races import RACES, parse
 
     if unknown := [race for race in races if race not in RACES]:
         raise ValueError(f"unknown race {unknown[0]!r}; available: {', '.join(RACES)}")

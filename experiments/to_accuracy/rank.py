@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.to_accuracy.contenders import baseline_of, parse
-from experiments.to_accuracy.races import RACES, Race
+from experiments.to_accuracy.races import RACES, Race, baseline_of, parse
 from experiments.training.loop import learning_rate, sums
 from experiments.training.tasks import Batch, data_of
 from experiments.training.trainers import DdpRanks, Trainer, join

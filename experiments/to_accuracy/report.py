@@ -15,8 +15,7 @@ import pandas as pd
 
 from experiments.attach import DENSE
 from experiments.momentum.contenders import without_rate
-from experiments.to_accuracy.contenders import parse
-from experiments.to_accuracy.races import RACES
+from experiments.to_accuracy.races import RACES, parse
 from experiments.to_accuracy.run import best, reached
 from hvdcompress.cli.numbers import mean_interval
 

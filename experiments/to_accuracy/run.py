@@ -66,8 +66,7 @@ def start(given: Record, race: Record) -> list[Record]:
         HostsError: emulated hosts cannot be set up.
     """
     driver: launch.Driver = "ddp" if given["driver"] == "ddp" else "gloo"
-    program = ["-m", MODULE, json.dumps(given)]
-    return launch.records(program, race["ranks"], driver, rate=given["rate"], timeout=TIMEOUT)
+    return launch.records(["-m", MODULE, json.dumps(given)], race["ranks"], driver, rate=given["rate"], timeout=TIMEOUT)
 
 
 # -- trainings ----------------------------------------------------------------------------------------------

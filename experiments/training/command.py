@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from experiments.cluster import launch
 from experiments.cluster.command import CountOption, RateOption
-from experiments.options import emulated_hosts, split
-
-if TYPE_CHECKING:
-    from experiments.cluster.hosts import Hosts
-    from experiments.training.experiment import Experiment
-
+from experiments.cluster.hosts import Hosts
+from experiments.configfile import config_file, emulated_hosts, split
+from experiments.training.experiment import Experiment
+from experiments.training.tasks import TASKS, net_of
+from experiments.units import Unit, measure
 
 Driver = Literal["horovod", "gloo", "ddp"]
 RanksOption = Annotated[int | None, typer.Option("-np", "--ranks", min=1, help="Ranks, instead of the file's.")]
@@ -34,9 +35,6 @@ def quickstart(
 
     Example: python -m experiments quickstart --driver ddp -np 4
     """
-    from experiments.options import config_file
-    from experiments.training.experiment import Experiment
-
     missing = [name for name in ("torch", "sklearn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"the quickstart needs {' and '.join(missing)}: pip install 'hvdcompress[quickstart]'")
@@ -65,9 +63,6 @@ def run(
 
     Example: sudo python -m experiments run end_to_end --hosts 4 --rate 100mbit
     """
-    from experiments.options import config_file
-    from experiments.training.experiment import Experiment
-
     experiment = Experiment.open(config_file(config, "experiments"))
     experiment = experiment.override(ranks or hosts, steps, split(methods), split(tasks))
     _train(experiment, driver, emulated_hosts(hosts, rate, ranks), out)
@@ -78,13 +73,10 @@ def _train(
 ) -> None:
     import pandas as pd
 
-    from experiments.cluster.launch import has_horovod
     from experiments.training.report import publish
-    from experiments.training.run import units_of
-    from experiments.units import measure
 
-    driver = driver or ("horovod" if has_horovod() else "ddp")
-    if driver != "ddp" and not has_horovod():
+    driver = driver or ("horovod" if launch.has_horovod() else "ddp")
+    if driver != "ddp" and not launch.has_horovod():
         raise ValueError(f"--driver {driver}: Horovod is not installed for this Python; launch/setup.sh builds it")
     folder = out or Path("runs") / (experiment.name if driver == "horovod" else f"{experiment.name}-{driver}")
     units = units_of(experiment, driver, *((network.count, network.rate) if network else (None, None)))
@@ -94,3 +86,52 @@ def _train(
     experiment.save(folder / "config.yaml")
     link = str(network or ("shared memory" if driver == "horovod" else "TCP on the loopback interface"))
     publish(experiment, pd.DataFrame([row for rows in found for row in rows]), link, folder)
+
+
+RANK = "experiments.training.loop"  #: the module of every rank
+
+
+def units_of(experiment: Experiment, driver: str, hosts: int | None, rate: str | None) -> list[Unit]:
+    """Return a unit per run.
+
+    Args:
+        experiment: what to train.
+        driver: "horovod", "gloo" or "ddp".
+        hosts: how many emulated hosts the ranks are on; None for none.
+        rate: of their links.
+
+    Raises:
+        ValueError: a task cannot be trained like this here.
+    """
+    for task in experiment.tasks:
+        net_of(task.task, task.net)
+        if problem := TASKS[task.task].missing():
+            raise ValueError(problem)
+        if task.clip == "before":
+            raise ValueError(f"{task.label}: clip must be after, unless ranks are simulated")
+    launched = {"driver": driver, "ranks": experiment.ranks, "hosts": hosts, "rate": rate}
+    units = []
+    for task, method, seed in experiment.runs():
+        given = {"task": task.model_dump(), "method": {"seed": seed, **method.settings}, "seed": seed}
+        labels = {"task": task.label, "method": method.label, "seed": seed}
+        units.append(Unit(train, {"given": given, **launched}, labels, alone=True))
+    return units
+
+
+def train(given: dict[str, Any], driver: str, ranks: int, hosts: int | None, rate: str | None) -> list[dict[str, Any]]:
+    """Train one run on all ranks, and return its record.
+
+    Args:
+        given: ``task``, ``method`` and ``seed``.
+        driver: see :func:`units_of`.
+        ranks: how many.
+        hosts: emulated ones.
+        rate: of their links.
+
+    Raises:
+        LaunchError: a rank failed.
+    """
+    launcher: launch.Driver = "mpi" if driver == "horovod" else "gloo" if driver == "gloo" else "ddp"
+    return launch.records(
+        ["-m", RANK, json.dumps({"driver": driver, **given})], ranks, launcher, num_hosts=hosts, rate=rate
+    )

@@ -97,5 +97,6 @@ class Experiment(ConfigFile):
         kept_tasks = self.pick("tasks", tasks)
         if steps is not None:
             kept_tasks = [task.model_copy(update={"steps": steps}) for task in kept_tasks]
-        kept = self.pick("methods", methods)
-        return self.model_copy(update={"tasks": kept_tasks, "methods": kept, "ranks": ranks or self.ranks})
+        return self.model_copy(
+            update={"tasks": kept_tasks, "methods": self.pick("methods", methods), "ranks": ranks or self.ranks}
+        )

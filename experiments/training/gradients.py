@@ -1,11 +1,12 @@
-"""Files of saved gradients: the arrays that each rank had in each step."""
+"""Files of the gradients that each rank had in each step, and ``python -m experiments save-gradients``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -46,3 +47,57 @@ def load(path: Path) -> Gradients:
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} holds no gradients saved by hvdcompress: {error}") from None
     return [[found[step][rank] for rank in sorted(found[step])] for step in sorted(found)]
+
+
+def windows(steps: int, length: int) -> set[int]:
+    """The steps of three windows of ``length``, at the beginning, in the middle and at the end; all, if they are few.
+
+    >>> sorted(windows(100, 2))
+    [0, 1, 49, 50, 98, 99]
+    """
+    return {
+        step
+        for start in (0, (steps - length) // 2, steps - length)
+        for step in range(start, start + length)
+        if 0 <= step < steps
+    }
+
+
+def save_gradients(
+    file: Annotated[Path, typer.Argument(help="Where to write the gradients (safetensors).")],
+    task: Annotated[str, typer.Option(help="A task of experiments/training/tasks.py.")] = "digits",
+    net: Annotated[str | None, typer.Option(help="The net that learns it. Default: the task's own.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
+    window: Annotated[int, typer.Option(min=1, help="Steps of each of three windows that are saved.")] = 15,
+    last: Annotated[int | None, typer.Option(min=1, help="Save the last steps instead, so many.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Simulated ranks.")] = 2,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per rank and step.")] = 32,
+    learning_rate: float = 0.05,
+    seed: Annotated[int, typer.Option(help="Of the initial parameters and the batches.")] = 0,
+) -> None:
+    """Train a task dense, in one process, and save each rank's gradients of some of the steps.
+
+    They are saved from three windows of consecutive steps: at the beginning, in the middle and at the end of the
+    training; with --last, from its last steps.
+
+    Example: python -m experiments save-gradients runs/digits.safetensors --steps 600
+    """
+    from experiments.training.experiment import Task
+    from experiments.training.simulate import Simulation
+    from experiments.training.tasks import TASKS, net_of
+
+    name = net_of(task, net)
+    if problem := TASKS[task].missing():
+        raise ValueError(problem)
+    rate = {"learning_rate": learning_rate, "warmup_steps": 0, "decays": False}
+    given = Task.model_validate(
+        {"label": name, "task": task, "net": name, "steps": steps, "batch_size": batch_size, **rate}
+    )
+    chosen = windows(steps, window) if last is None else range(steps - last, steps)
+    kept = [
+        moment.gradients
+        for moment in Simulation(given, {"method": "none"}, ranks, seed).steps()
+        if moment.step in chosen
+    ]
+    save(file, kept)
+    print(f"{file}: {len(kept)} steps of {ranks} ranks, {len(kept[0][0])} tensors")

@@ -1,21 +1,23 @@
-"""The training loop of every driver: from a run's seed to its record."""
+"""The training loop of every driver: from a run's seed to its record. Each rank of ``experiments run`` runs this file.
+
+torchrun --nproc-per-node 2 -m experiments.training.loop '{"driver": "ddp", "task": …, "method": …, "seed": 0}'
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import joblib
 import numpy as np
 
 from experiments.training.experiment import Task
 from experiments.training.tasks import data_of
-
-if TYPE_CHECKING:
-    from experiments.training.trainers import DdpRanks, Trainer
-
+from experiments.training.trainers import DdpRanks, Trainer, join
 
 UNTIMED_STEPS = 10  # the first steps compile kernels and fill Horovod's caches: not part of the step time
 EVALUATIONS = 8  # of the held-out set, evenly over the steps
@@ -94,3 +96,19 @@ def train(ranks: DdpRanks, task: Task, seed: int, trainer: Trainer) -> dict[str,
 def sums(ranks: DdpRanks, mine: Sequence[float], name: str) -> list[float]:
     """Return the sums over ranks of a few numbers; equal on all ranks."""
     return np.sum(ranks.allgather_object(list(map(float, mine)), name=name), axis=0).tolist()
+
+
+def main() -> None:
+    """Train."""
+    given = json.loads(sys.argv[1])
+    driver, seed = given["driver"], given["seed"]
+    ranks = join(driver)
+    task = Task.model_validate(given["task"])
+    record = train(ranks, task, seed, Trainer(driver, task, given["method"], seed))
+    if ranks.rank() == 0:
+        print(json.dumps(record), flush=True)
+    ranks.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -157,8 +157,9 @@ class TransformerBlock(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(F.layer_norm(x, (width,))).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.project(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        )
         return x + self.down(F.relu(self.up(F.layer_norm(x, (width,)))))
 
 
@@ -298,7 +299,6 @@ def held_out_sums(net: nn.Module, batches: Iterable[Batch]) -> list[float]:
     for batch in batches:
         x, y = _tensors(net, batch)
         logits = net(x).flatten(0, -2)
-        nll = F.cross_entropy(logits, y, reduction="sum").item()
-        sums += [nll, (logits.argmax(1) == y).sum().item(), y.numel()]
+        sums += [F.cross_entropy(logits, y, reduction="sum").item(), (logits.argmax(1) == y).sum().item(), y.numel()]
     net.train()
     return sums.tolist()

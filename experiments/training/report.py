@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.cluster.rates import title
+from experiments.cluster.hosts import title
 from experiments.report import numbers, plots, results, statistics, tables
 from experiments.training.experiment import Experiment
 from hvdcompress.cli.numbers import HEADERS, bits_of
@@ -48,10 +48,12 @@ def table(frame: pd.DataFrame, task: str) -> str:
     for method, group in mine.groupby("method", sort=False):
         ended = group.dropna(subset=["score"])
         lost = "" if len(ended) == len(group) else f" ({len(group) - len(ended)} of {len(group)} diverged)"
-        row: dict[str, Any] = {"method": f"{method}{lost}"}
-        row["ratio"] = ended["dense_bytes"].sum() / (ended["sent_bytes"].sum() or float("nan"))
-        row[unit] = ended["score"].mean()
-        row["against dense"] = None
+        row: dict[str, Any] = {
+            "method": f"{method}{lost}",
+            "ratio": ended["dense_bytes"].sum() / (ended["sent_bytes"].sum() or float("nan")),
+            unit: ended["score"].mean(),
+            "against dense": None,
+        }
         for _, gap in gaps[gaps["method"] == method].iterrows() if len(gaps) else ():
             spread = f" ({gap['low']:+.{digits}f} to {gap['high']:+.{digits}f})" if gap["pairs"] > 1 else ""
             row["against dense"] = f"{gap['mean']:+.{digits}f}{spread}".replace("-", "−")

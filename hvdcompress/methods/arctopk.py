@@ -58,8 +58,6 @@ from hvdcompress.method import (
     Communication,
     Context,
     Density,
-    FeedbackName,
-    Method,
     Number,
     Reduced,
     Sparse,
@@ -69,16 +67,15 @@ from hvdcompress.method import (
     method,
 )
 from hvdcompress.parts import codecs, rotation, select
+from hvdcompress.parts.select import SparseMethod
 
 
 @method
-class ARCTopK(Method):
+class ARCTopK(SparseMethod):
     """Sums a random sketch of rows over ranks, then the rows that are largest by it."""
 
     paper = "Chen et al. 2025 (arXiv 2510.26709)"
     sends = "a sketch of n/row numbers, then k values, both summed; no index"
-    sparse = True
-    needs_feedback = True
     exact = False
     examples = ({"row": 8, "sketch": 2},)
 
@@ -90,7 +87,6 @@ class ARCTopK(Method):
     """Numbers of the sketch per row, r."""
     values: Values = "fp32"
     """Number format of the rows' values; the sketch is float32."""
-    feedback: FeedbackName = "plain"
 
     def num_values(self, n: int) -> int:
         """Return the number of values that are sent besides the sketch."""

@@ -74,28 +74,25 @@ from hvdcompress.method import (
     FeedbackName,
     Fraction,
     Granularity,
-    Method,
     Sparse,
     TensorSpec,
-    Values,
     Workspace,
     method,
 )
 from hvdcompress.ops.scan import Scan
 from hvdcompress.parts import candidates, pack, seed, select
+from hvdcompress.parts.select import SparseMethod
 
 MIN_SAMPLE = 1024  #: minimum sample size; smaller tensors are not sampled
 MIN_SAMPLED_ABOVE = 16  #: minimum number of sampled elements above t: with fewer, k is often wrong by a third
 
 
 @method
-class DGC(Method):
+class DGC(SparseMethod):
     """Each rank sends the k largest elements of a residual that accumulates momentum."""
 
     paper = "Lin et al., ICLR 2018 (arXiv 1712.01887)"
     sends = "k values + k indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
-    sparse = True
-    needs_feedback = True
     published: ClassVar[dict[str, Any]] = {"select": "sampled", "density": 0.001, "momentum": 0.9}
 
     density: Density = 0.01
@@ -106,8 +103,6 @@ class DGC(Method):
     sample: Fraction = 0.01
     """Fraction of the elements that are sampled. Small tensors and densities use a larger fraction, so that the sample
     has at least 1024 elements, at least 16 of them above the threshold."""
-    values: Values = "fp32"
-    """Number format of the values."""
     needs: ClassVar = {"sample": ("select", ("sampled",))}
     feedback: FeedbackName = "momentum"
 

@@ -48,31 +48,18 @@ from typing import Literal
 
 import numpy as np
 
-from hvdcompress.method import (
-    Array,
-    Context,
-    Density,
-    FeedbackName,
-    Granularity,
-    Method,
-    Sparse,
-    TensorSpec,
-    Values,
-    Workspace,
-    method,
-)
+from hvdcompress.method import Array, Context, Density, Granularity, Sparse, TensorSpec, Workspace, method
 from hvdcompress.ops.scan import Scan
 from hvdcompress.parts import candidates, codecs, pack, select
+from hvdcompress.parts.select import SparseMethod
 
 
 @method
-class GaussianK(Method):
+class GaussianK(SparseMethod):
     """Each rank sends about k elements, those above a threshold from a Gaussian fit."""
 
     paper = "Shi et al. 2019 (arXiv 1911.08772)"
     sends = "4k/3 values + indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
-    sparse = True
-    needs_feedback = True
 
     density: Density = 0.01
     """Target fraction of the elements that each rank sends, k / n."""
@@ -81,9 +68,6 @@ class GaussianK(Method):
     the authors' code."""
     scope: Literal["tensor", "global"] = "tensor"
     """Where k elements are selected. "tensor": in each tensor. "global": in one buffer of all this method's tensors."""
-    values: Values = "fp32"
-    """Number format of the values."""
-    feedback: FeedbackName = "plain"
 
     @property
     def granularity(self) -> Granularity:  # type: ignore[override]
@@ -106,8 +90,8 @@ class GaussianK(Method):
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         if self.scope == "global":
-            return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx, work, moments=True)
-        return candidates.scan(select.capacity(self.density, ctx.spec.parts[index]) + 1, index, work, moments=True)
+            return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx, work)
+        return candidates.scan(select.capacity(self.density, ctx.spec.parts[index]) + 1, index, work)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
         ops = work.ops
@@ -133,13 +117,12 @@ class GaussianK(Method):
             x: gradient + residual, float32 [n].
             index: number of the part, from 0.
             ctx: rank, world_size, step and bucket.
-            work: if the part was scanned, ``work.scanned[index]`` has its moments.
+            work: ``work.scanned`` may contain candidates.
 
         Returns:
             The elements [c], their indices ascending; c ≤ ⌊4k/3⌋.
         """
-        moments = work.scanned[index].moments if work.scanned else None
-        mean, std = moments or work.ops.moments(x)
+        mean, std = work.ops.moments(x)
         start = np.float32(select.gaussian_threshold(mean, std, self.density))  # t
         wanted = select.gaussiank_limits(self.density, len(x))
         rule = select.refine_paper if self.refine == "paper" else select.refine_bisect

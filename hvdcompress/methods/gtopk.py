@@ -49,35 +49,28 @@ from hvdcompress.method import (
     Communication,
     Context,
     Density,
-    FeedbackName,
-    Method,
     Reduced,
     Sparse,
     TensorSpec,
-    Values,
     Workspace,
     method,
 )
 from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, pack, select
+from hvdcompress.parts.select import SparseMethod
 
 
 @method
-class GTopK(Method):
+class GTopK(SparseMethod):
     """Sums the ranks' k largest elements by pairwise merges, each of which keeps the k largest."""
 
     paper = "Shi et al., ICDCS 2019 (arXiv 1901.04359)"
     sends = "k values + k indices, twice: to a partner in log2(p) rounds, and by a broadcast; constant in p"
-    sparse = True
-    needs_feedback = True
     variable_length = True
 
     density: Density = 0.01
     """Fraction of the elements that each rank selects and that the result contains, k / n."""
-    values: Values = "fp32"
-    """Number format of the k values."""
-    feedback: FeedbackName = "plain"
 
     def packing(self, n: int) -> pack.Packing:
         """Return the payload format for n elements."""

@@ -51,35 +51,28 @@ from hvdcompress.method import (
     Communication,
     Context,
     Density,
-    FeedbackName,
-    Method,
     Reduced,
     Slot,
     Sparse,
     TensorSpec,
-    Values,
     Workspace,
     method,
 )
 from hvdcompress.ops.vectors import FP32_MAX, Shares
 from hvdcompress.parts import pack, regions, select
+from hvdcompress.parts.select import SparseMethod
 
 
 @method
-class OkTopk(Method):
+class OkTopk(SparseMethod):
     """Each rank adds the entries of one region, and gathers the largest sums of all."""
 
     paper = "Li & Hoefler, PPoPP 2022 (arXiv 2201.07598)"
     sends = "k values + k indices to the owners of their regions, then about k/p of each to all; hardly grows with p"
-    sparse = True
-    needs_feedback = True
     variable_length = True
 
     density: Density = 0.01
     """Fraction of the elements that each rank selects and that the result contains, k / n."""
-    values: Values = "fp32"
-    """Number format of the values."""
-    feedback: FeedbackName = "plain"
 
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
         edges = Slot((regions.SHARES - 1,), scope="shared", merge="keep")

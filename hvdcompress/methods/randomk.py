@@ -33,39 +33,22 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hvdcompress.method import (
-    Array,
-    Communication,
-    Context,
-    Density,
-    FeedbackName,
-    Method,
-    Reduced,
-    Sparse,
-    TensorSpec,
-    Values,
-    Workspace,
-    method,
-)
+from hvdcompress.method import Array, Communication, Context, Reduced, Sparse, TensorSpec, Workspace, method
 from hvdcompress.parts import codecs, seed, select
+from hvdcompress.parts.select import SparseMethod
 
 
 @method
-class RandomK(Method):
+class RandomK(SparseMethod):
     """All ranks send the values at the same k random indices."""
 
     paper = "Stich et al. 2018 (arXiv 1809.07599); Konečný et al. 2016 (arXiv 1610.05492)"
     sends = "k values, summed; no index"
-    sparse = True
+    needs_feedback = False
     needs: ClassVar = {"unbiased": ("feedback", ("none",))}
 
-    density: Density = 0.01
-    """Fraction of the elements that each rank sends, k / n."""
-    values: Values = "fp32"
-    """Number format of the k values."""
     unbiased: bool = False
     """Whether values are scaled by n/k; only with feedback "none"."""
-    feedback: FeedbackName = "plain"
 
     def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world_size)

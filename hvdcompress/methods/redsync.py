@@ -67,14 +67,11 @@ from hvdcompress.method import (
     Context,
     Count,
     Density,
-    FeedbackName,
     Fraction,
-    Method,
     Reduced,
     Slot,
     Sparse,
     TensorSpec,
-    Values,
     Workspace,
     add_shares,
     method,
@@ -82,19 +79,17 @@ from hvdcompress.method import (
 from hvdcompress.ops.scan import NOTHING, Scan
 from hvdcompress.parts import candidates, pack, select
 from hvdcompress.parts.candidates import Elements
-from hvdcompress.parts.select import Wanted
+from hvdcompress.parts.select import SparseMethod, Wanted
 
 UNKNOWN = np.float32(0)  #: stands for a threshold that has to be searched
 
 
 @method
-class RedSync(Method):
+class RedSync(SparseMethod):
     """Each rank sends k to 2k elements, those above a threshold between the mean and the maximum of |x|."""
 
     paper = "Fang et al., JPDC 2019 (arXiv 1808.04357)"
     sends = "2k values + indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
-    sparse = True
-    needs_feedback = True
     published: ClassVar[dict[str, Any]] = {"select": "paper"}
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"interval": 2}, {"paper": True, "interval": 2})
 
@@ -108,9 +103,6 @@ class RedSync(Method):
     """Number of steps after which the threshold is searched again; in between it is reused. 1: every step."""
     tolerance: Fraction = 0.001
     """Width of the interval of r at which the bisection stops."""
-    values: Values = "fp32"
-    """Number format of the values."""
-    feedback: FeedbackName = "plain"
 
     def wanted(self, n: int) -> Wanted:
         """Return how many of n elements to select: k to 2k; trimmed: k."""

@@ -58,31 +58,27 @@ from hvdcompress.method import (
     Broadcast,
     Communication,
     Context,
-    Density,
     FeedbackName,
     Fraction,
     Granularity,
-    Method,
     Reduced,
     Sparse,
     TensorSpec,
-    Values,
     Workspace,
     method,
 )
 from hvdcompress.ops.scan import NOTHING, Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, codecs, pack, select
+from hvdcompress.parts.select import SparseMethod
 
 
 @method
-class ScaleCom(Method):
+class ScaleCom(SparseMethod):
     """In each step one rank selects the indices, and all ranks send their values at these indices."""
 
     paper = "Chen et al., NeurIPS 2020 (arXiv 2104.11125)"
     sends = "k values, summed + k indices of about 2 + log2(n/k) bits from one leader: constant in p"
-    sparse = True
-    needs_feedback = True
     published: ClassVar[dict[str, Any]] = {"select": "chunk", "feedback": "lowpass", "beta": 0.1}
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"paper": True},
@@ -96,13 +92,9 @@ class ScaleCom(Method):
         *({"select": "chunk", "feedback": feedback} for feedback in ("none", "plain", "momentum")),
     )
 
-    density: Density = 0.01
-    """Fraction of the elements that each rank sends, k / n."""
     select: Literal["exact", "chunk"] = "exact"
     """Which elements the leader selects. "exact": the k largest |x| of the tensor. "chunk": the largest |x| of each
     chunk of C = 1/density elements, as in the paper."""
-    values: Values = "fp32"
-    """Number format of the k values."""
     feedback: FeedbackName = "lowpass"
     beta: Fraction = 1.0
     """Low-pass factor of the residual: 1 is plain feedback; 0.1 in the paper, for scaled-up learning rates."""

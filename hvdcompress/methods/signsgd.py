@@ -43,7 +43,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdcompress.method import Array, Context, FeedbackName, Workspace, method
-from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Codes, signs_of
 from hvdcompress.parts.sums import Codec, Quantizer
@@ -61,10 +60,8 @@ class SignCodec(Codec):
 
     def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
-        scanned = work.scanned[0].signs if work.scanned else None  # from the pass that added gradient and residual
-        signs, mean = scanned or (ops.pack_signs(x), ops.bucket_norms(x, len(x), "mean"))
-        head[:] = ops.to_bytes(mean)  # ‖x‖₁/n [1]; [0] if x is empty
-        body[:] = signs
+        head[:] = ops.to_bytes(ops.bucket_norms(x, len(x), "mean"))  # ‖x‖₁/n [1]; [0] if x is empty
+        body[:] = ops.pack_signs(x)
 
     def read(self, head: Array, body: Array, count: int, ops: Ops) -> Codes:
         return signs_of(body, ops.from_bytes(head, "float32"), count)
@@ -84,6 +81,3 @@ class SignSGD(Quantizer):
     @property
     def codec(self) -> Codec:
         return SignCodec()
-
-    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
-        return Scan(signs=self.route == "gather" and len(ctx.spec.parts) == 1 and ctx.spec.size > 0)

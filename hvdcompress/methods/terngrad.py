@@ -42,7 +42,6 @@ import numpy as np
 from pydantic import Field
 
 from hvdcompress.method import AllReduce, Array, Communication, Context, Number, Reduced, TensorSpec, Workspace, method
-from hvdcompress.ops.scan import NOTHING, Found, Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import FP32_MAX, Fields
 from hvdcompress.parts import seed
@@ -52,20 +51,19 @@ from hvdcompress.parts.wire import WireError
 
 WHOLE = 1 << 62  #: bucket size that puts any tensor into one bucket, so that all values share one scaler
 BITS = 2  #: bits per ternary: its sign, and whether it is 0
-STATISTICS = Scan(moments=True, largest=True)  #: mean, σ and max|x|: all that the clipping limit and s depend on
 
 
-def clipping_limit(found: Found, clip_factor: float) -> float:
+def clipping_limit(x: Array, clip_factor: float, ops: Ops) -> float:
     """Return max(clip_factor·σ, |mean|), or the largest float32 if ``clip_factor`` is 0 (no clipping)."""
-    assert found.moments is not None
-    mean, std = found.moments
-    return max(clip_factor * std, abs(mean)) if clip_factor else FP32_MAX
+    if not clip_factor:
+        return FP32_MAX
+    mean, std = ops.moments(x)
+    return max(clip_factor * std, abs(mean))
 
 
-def scaler(x: Array, found: Found, limit: float, ops: Ops) -> Array:
+def scaler(x: Array, limit: float, ops: Ops) -> Array:
     """Return s [1], the largest |x| after clipping to ±``limit``; [0] if x is empty."""
-    assert found.largest is not None
-    s = min(found.largest, float(np.float32(limit)))
+    s = min(ops.max_abs(x), float(np.float32(limit)))
     return ops.asarray(np.float32([s] * min(len(x), 1)), like=x)  # type: ignore[arg-type]
 
 
@@ -85,13 +83,12 @@ class TernaryCodec(StochasticCodec):
 
     def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         ops = work.ops
-        found = ops.inspect(x, STATISTICS)
-        if not found.finite:  # gradients are finite, so x is a sum of shards that were received (route: scatter)
+        if not ops.all_finite(x):  # gradients are finite, so x is a sum of shards that were received (route: scatter)
             raise WireError(
                 f"tensor {ctx.spec.name!r}: the sum of the received shards contains NaN or Inf; a shard is damaged, "
                 "or the sum exceeds float32"
             )
-        s = scaler(x, found, clipping_limit(found, self.clip_factor), ops)
+        s = scaler(x, clipping_limit(x, self.clip_factor, ops), ops)
         head[:] = ops.to_bytes(s)
         ops.quantize(x, s, WHOLE, BITS, seed.private_key(ctx, stream), body)  # quantize clips |x| to s
 
@@ -127,17 +124,13 @@ class TernGrad(Quantizer):
             return 0  # an empty tensor has no scaler
         return 4 + 4 * -(-spec.size // (32 // field_width(world_size)))
 
-    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
-        return STATISTICS if self.route == "reduce" and len(ctx.spec.parts) == 1 else NOTHING
-
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         if self.route != "reduce":
             return (yield from super().exchange(x, state, ctx, work))
         ops = work.ops
         n = len(x)
-        found = work.scanned[0] if work.scanned and work.scanned[0].moments else ops.inspect(x, STATISTICS)
-        limit = clipping_limit(found, self.clip_factor)
-        s = yield AllReduce(scaler(x, found, limit, ops), op="max")  # [1]: scaler sharing
+        limit = clipping_limit(x, self.clip_factor, ops)
+        s = yield AllReduce(scaler(x, limit, ops), op="max")  # [1]: scaler sharing
         width = field_width(ctx.world_size)
         words = work.buffer("words", -(-n // (32 // width)), "int32", x)
         ops.quantize_fields(x, limit, s, width, seed.private_key(ctx), words)

@@ -32,37 +32,19 @@ array([ 0.,  1.,  0., -2.], dtype=float32)
 
 from __future__ import annotations
 
-from hvdcompress.method import (
-    Array,
-    Context,
-    Density,
-    FeedbackName,
-    Method,
-    Sparse,
-    TensorSpec,
-    Values,
-    Workspace,
-    method,
-)
+from hvdcompress.method import Array, Context, Sparse, TensorSpec, Workspace, method
 from hvdcompress.ops.scan import Scan
 from hvdcompress.parts import candidates, pack, select
+from hvdcompress.parts.select import SparseMethod
 
 
 @method
-class TopK(Method):
+class TopK(SparseMethod):
     """Each rank sends its k elements of largest magnitude."""
 
     paper = "Aji & Heafield 2017 (arXiv 1704.05021); feedback: Stich et al. 2018 (arXiv 1809.07599)"
     sends = "k values + k indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
-    sparse = True
-    needs_feedback = True
     granularity = "part"
-
-    density: Density = 0.01
-    """Fraction of the elements that each rank sends, k / n."""
-    values: Values = "fp32"
-    """Number format of the k values."""
-    feedback: FeedbackName = "plain"
 
     def counts(self, spec: TensorSpec) -> list[int]:
         """Return k for each tensor of the bucket."""

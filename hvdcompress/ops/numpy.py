@@ -94,6 +94,9 @@ class NumpyOps(Ops):
         """Return the scalar product, added in the order of :meth:`_folded`."""
         return self._folded((x * y)[None])[0]
 
+    def pack_signs(self, x: Array) -> Array:
+        return np.packbits(x < 0, bitorder="little")
+
     def _add_in_order(self, out: Array, index: Array, values: Array) -> None:
         np.add.at(out, index, values)
 

@@ -46,22 +46,16 @@ class Scan(NamedTuple):
     """What a pass over a vector computes in addition to the check that all elements are finite.
 
     Attributes:
-        moments: Whether to compute :meth:`Ops.moments`.
         chunk: Chunk size for :meth:`Ops.chunk_argmax`; 0: not computed.
         above: Threshold: collect the elements with |x| > above; None: not computed.
         capacity: Collect the elements above the threshold only if there are fewer than ``capacity``.
-        signs: Whether to compute :meth:`Ops.pack_signs` and the mean |x| (:meth:`Ops.bucket_norms` with one bucket).
-        largest: Whether to compute :meth:`Ops.max_abs`.
         product: The product to compute; None: not computed.
         halves: The conversion to float16; None: not converted.
     """
 
-    moments: bool = False
     chunk: int = 0
     above: Scalar | None = None
     capacity: int = 0
-    signs: bool = False
-    largest: bool = False
     product: Product | None = None
     halves: Halves | None = None
 
@@ -74,11 +68,8 @@ class Found(NamedTuple):
 
     Attributes:
         finite: Whether all elements are finite. If not, the other results are undefined.
-        moments: Mean and standard deviation.
         offsets: Offset of the largest |x| in each chunk.
         above: The elements above the threshold; None also if there are ``capacity`` elements or more.
-        signs: The signs [⌈n/8⌉] uint8 and the mean magnitude [1].
-        largest: The largest magnitude.
         product: The product [rows × n/m], to rounding.
         saturated: Number of elements that the conversion to float16 clipped, as :meth:`Ops.to_fp16` returns it.
         removed: Whether the pass subtracted the projection onto the rows of ``a``, as ``Product.remove`` allows. Not
@@ -86,11 +77,8 @@ class Found(NamedTuple):
     """
 
     finite: Flag
-    moments: tuple[float, float] | None = None
     offsets: Array | None = None
     above: Sparse | None = None
-    signs: tuple[Array, Array] | None = None
-    largest: float | None = None
     product: Array | None = None
     saturated: Any = None
     removed: bool = False

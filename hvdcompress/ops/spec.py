@@ -939,20 +939,15 @@ class Ops(ABC):
 
         ``finite``, whether x is finite, may be a tensor on a device, for which the host does not wait.
         """
-        moments = self.moments(x) if scan.moments and finite is not False else None
-        if finite is False or (moments and not math.isfinite(moments[1])):
-            return Found(False)
-        found = Found(finite, moments)
+        found = Found(finite)
+        if finite is False:
+            return found
         if scan.chunk:
             found = found._replace(offsets=self.chunk_argmax(x, scan.chunk))
         if scan.above is not None:
             index = self.first_above(x, scan.above, scan.capacity)
             if len(index) < scan.capacity:
                 found = found._replace(above=Sparse(index, x[index]))
-        if scan.signs:
-            found = found._replace(signs=(self.pack_signs(x), self.bucket_norms(x, len(x), "mean")))
-        if scan.largest:
-            found = found._replace(largest=self.max_abs(x))
         if scan.product is not None:
             a, rows, _ = scan.product
             found = found._replace(product=self.matmul_transposed(a, x, rows, len(x) * rows // len(a)))

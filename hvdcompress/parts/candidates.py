@@ -28,20 +28,19 @@ DEFAULT_SLOPE = 0.2  #: assumed exponent: magnitude ~ count^(−slope), if it ca
 CAPACITY = 16  #: candidates are dropped if there are this many times the wanted number
 
 
-def scan(wanted: int, index: int, work: Workspace, moments: bool = False) -> Scan:
+def scan(wanted: int, index: int, work: Workspace) -> Scan:
     """Return the scan that collects candidates, based on the thresholds of earlier steps.
 
     Args:
         wanted: number of elements that the candidates must contain.
         index: index of the part of the vector.
         work: the workspace; its ``scratch`` contains the thresholds.
-        moments: whether the scan must also compute the moments.
     """
     known = work.scratch.get(THRESHOLDS)
     if known is None or index >= known.shape[1] or not known[0, index] > 0:
-        return Scan(moments)
+        return NOTHING
     now, before, factor, _ = known[:, index].tolist()
-    return Scan(moments, above=np.float32(factor * _expected(now, before)), capacity=_capacity(wanted))
+    return Scan(above=np.float32(factor * _expected(now, before)), capacity=_capacity(wanted))
 
 
 def _expected(now: float, before: float) -> float:
@@ -53,9 +52,9 @@ def _capacity(wanted: int) -> int:
     return CAPACITY * wanted + 64
 
 
-def scan_whole(wanted: int, ctx: Context, work: Workspace, moments: bool = False) -> Scan:
+def scan_whole(wanted: int, ctx: Context, work: Workspace) -> Scan:
     """Return the scan for a selection from the whole vector. Buckets of several parts have no candidates then."""
-    return scan(wanted, 0, work, moments) if len(ctx.spec.parts) == 1 else NOTHING
+    return scan(wanted, 0, work) if len(ctx.spec.parts) == 1 else NOTHING
 
 
 def recorded(index: int, work: Workspace) -> Sparse | None:

@@ -5,17 +5,32 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
-from hvdcompress.method import Array, Context, Sparse, Workspace
+from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, Values, Workspace
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates
 from hvdcompress.parts.candidates import Elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseMethod(Method):
+    """Base class of methods that select elements of the gradient and send their values."""
+
+    sparse = True
+    needs_feedback = True
+
+    density: Density = 0.01
+    """Fraction of the elements that each rank sends, k / n."""
+    values: Values = "fp32"
+    """Number format of the values."""
+    feedback: FeedbackName = "plain"
 
 
 class Wanted(NamedTuple):

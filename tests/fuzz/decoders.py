@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import hvdcompress
-from experiments.report import jsonl
+from experiments.report import results
 from experiments.training.experiment import Experiment
 from hvdcompress import registry
 from hvdcompress.engine.collectives import gathered_lengths, has_headers, lift, lower, received_lengths
@@ -264,7 +264,7 @@ def _files(folder: Path) -> Iterator[Decoder]:
 
     yield Decoder("plan", (PLAN,), reading("plan.yaml", hvdcompress.load_plan), (PlanError,))
     yield Decoder("experiment", (EXPERIMENT,), reading("experiment.yaml", Experiment.open), (PlanError,))
-    yield Decoder("metrics", (METRICS,), reading("metrics.jsonl", jsonl.read), ())
+    yield Decoder("metrics", (METRICS,), reading("metrics.jsonl", results.read_lines), ())
 
 
 _folder = tempfile.TemporaryDirectory(prefix="hvdcompress-fuzz-")

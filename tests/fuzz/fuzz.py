@@ -18,7 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
-from experiments.report import jsonl
+from experiments.report import results
 from tests.fuzz import corpus
 from tests.fuzz.decoders import Decoder, decoders
 from tests.fuzz.mutate import mutation
@@ -93,7 +93,7 @@ def main() -> int:
     }  # fmt: skip
     print(json.dumps(record, indent=1))
     if asked.out:
-        jsonl.append(asked.out, record)
+        results.append_line(asked.out, record)
     return 1 if faults else 0
 
 

@@ -11,7 +11,7 @@ from tests.installed import needs, python_path
 
 TINY = """
 import numpy as np
-from experiments.momentum.tasks import constant
+from experiments.momentum.contenders import constant
 from experiments.to_accuracy import rank
 from experiments.to_accuracy.races import RACES, Race
 from experiments.training.tasks import ACCURACY, TASKS, Images, Source

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from experiments.report import results
-from experiments.training.run import RANK
+from experiments.training.command import RANK
 from tests import ROOT
 from tests.installed import needs, without_tensorflow
 

@@ -9,14 +9,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments import nets
-from experiments.cluster.rates import title
+from experiments.cluster.hosts import title
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Verdict, judge
+from experiments.papers.claims import Paper, Verdict, against_dense, groups, judge, per_seed, spread
 from experiments.papers.fft import measures
-from experiments.papers.fft.formats import BITS
-from experiments.papers.frames import against_dense, groups, per_seed, spread
+from experiments.papers.fft.measures import BITS
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
 from experiments.training import loop
@@ -60,12 +59,11 @@ def watched() -> list[Unit]:
 def schedules(each: Settings) -> dict[str, Settings]:
     """Return the plans of F2 by name, for a training."""
     fft = {"method": "fft", "density": 1 - LARGE}
-    half = {"density": {"steps": {each["steps"] // 2: 1 - HALVED}}}
     return {
         "none": {"method": "none"},
         **{f"constant {theta:g}": {"method": "fft", "density": 1 - theta} for theta in (THETA, LARGE)},
         **{f"diminishing from {theta:g}": diminishing(each, theta) for theta in (THETA, LARGE)},
-        f"{LARGE:g}, then {HALVED:g}": {**fft, "schedule": half},
+        f"{LARGE:g}, then {HALVED:g}": {**fft, "schedule": {"density": {"steps": {each["steps"] // 2: 1 - HALVED}}}},
         f"{LARGE:g}, recovery": {**fft, "recovery": 4.0, "tolerance": 0.5},
         f"constant {LARGE:g}, feedback": {**fft, "feedback": "plain"},
     }

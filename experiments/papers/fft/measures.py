@@ -1,24 +1,101 @@
-"""What FFT's claims need measured: errors of one exchange and of number formats in a training, and codec times."""
+"""What FFT's claims need measured: errors of one exchange and of number formats in a training, and codec times.
+
+A format's error is ‖decoded − x‖/‖x‖ over all tensors of a rank in a step, each coded by itself: of a gradient, or of
+the frequencies that ``fft`` keeps of it. A uniform code has 2^N − 1 levels from −max|x| to max|x|, rounded to nearest;
+fp8 is scaled so that max|x| is its largest number.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from experiments import nets
 from experiments.bench.lockstep import PARTS, time_steps
 from experiments.papers import simulate
-from experiments.papers.fft import formats
 from experiments.training.simulate import Moment
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import TensorSpec
+from hvdcompress.method import TensorSpec, Workspace
 from hvdcompress.methods.fft import FFT
+from hvdcompress.ops import fast
+from hvdcompress.parts.codecs import codec
 from hvdcompress.plan import load_plan
 
 Vector = np.ndarray[Any, Any]
+BITS = (6, 7, 8, 9, 10)  #: of the range floats, uniform codes and other floats
+EXPONENTS = (3, 4, 5)  #: bits of the other floats' exponents
+
+
+def uniform(x: Vector, bits: int) -> Vector:
+    """Return x [n] float32 as rounded to 2^bits − 1 levels."""
+    step = np.abs(x).max() / (2 ** (bits - 1) - 1)
+    return np.rint(x / step).astype(np.float32) * step
+
+
+def coded(x: Vector, name: str) -> Vector:
+    """Return x [n] float32 as a codec of values writes and reads it."""
+    made = codec(name)
+    return np.asarray(made.decode(made.encode(x, None, Workspace(fast)), len(x), fast))  # type: ignore[arg-type]
+
+
+def fp8(x: Vector, dtype: torch.dtype) -> Vector:
+    """Return x [n] float32 as scaled to the range of an 8-bit float and rounded to it."""
+    scale = torch.finfo(dtype).max / float(np.abs(x).max())
+    return (torch.from_numpy(x * np.float32(scale)).to(dtype).to(torch.float32) / scale).numpy()
+
+
+def small_float(x: Vector, exponent: int, mantissa: int) -> Vector:
+    """Return x [n] float32 as scaled to the range of a float with so many bits of each, and rounded to nearest even."""
+    largest = np.float32(2.0 - 2.0**-mantissa)  # with the exponent 0; the least normal number's is 2 − 2^exponent
+    scale = largest / np.abs(x).max()
+    _, above = np.frexp(x * scale)  # |x| < 2^above
+    ulp = np.ldexp(np.float32(1.0), np.maximum(above - 1, 2 - 2**exponent) - mantissa)
+    return np.asarray(np.rint(x * scale / ulp) * ulp / scale)
+
+
+def formats() -> list[tuple[int, str, Callable[[Vector], Vector]]]:
+    """Return bits, name, and what writes and reads, of each format."""
+    made: list[tuple[int, str, Callable[[Vector], Vector]]] = []
+    for n in BITS:
+        made += [(n, "uniform", partial(uniform, bits=n)), (n, f"rangefloat{n}", partial(coded, name=f"rangefloat{n}"))]
+        made += [(n, f"e{e}m{n - 1 - e}", partial(small_float, exponent=e, mantissa=n - 1 - e)) for e in EXPONENTS]
+    made += [
+        (8, "fp8 e4m3", partial(fp8, dtype=torch.float8_e4m3fn)),
+        (8, "fp8 e5m2", partial(fp8, dtype=torch.float8_e5m2)),
+    ]
+    return made + [(16, name, partial(coded, name=name)) for name in ("bf16", "fp16", "rangefloat16")]
+
+
+def kept_frequencies(x: Vector, method: FFT) -> Vector:
+    """Return real and imaginary parts of the frequencies of x [n] that the method sends, alternating [2·k]."""
+    return fast.largest_frequencies(x, method.block_length(len(x)), method.num_kept(TensorSpec("x", (len(x),))))[1]
+
+
+def error(xs: Iterable[Vector], change: Callable[[Vector], Vector]) -> float:
+    """Return the error of vectors that are changed each by itself, relative to all of them together."""
+    pairs = [(np.square(change(x) - x, dtype=np.float64).sum(), np.square(x, dtype=np.float64).sum()) for x in xs]
+    lost, there = np.sum(pairs, axis=0)
+    return float(np.sqrt(lost / there))
+
+
+def statistics_of(x: Vector) -> dict[str, float]:
+    """Return what decides whether elements or frequencies of x [n] are better left out.
+
+    Returns:
+        ``correlation`` of neighbours in memory (lag-1 autocorrelation), and ``kurtosis`` of the elements: 3 for a
+        normal distribution, more with heavy tails.
+    """
+    centred = x - x.mean(dtype=np.float64)
+    variance = np.square(centred).mean()
+    lagged, fourth = (centred[1:] * centred[:-1]).mean(), (centred**4).mean()
+    return {"correlation": float(lagged / variance), "kurtosis": float(fourth / variance**2)}
+
+
 Settings = dict[str, Any]
 LEAST = 1000  #: elements of a tensor that is looked at; smaller ones are sent dense by default
 USUAL = 0.15  #: FFT's density, 1 − θ, where it is not matched to another method's bytes
@@ -67,20 +144,20 @@ def watched(task: Settings, ranks: int, seed: int, samples: int = 6) -> list[Set
                 place = {"kind": "exchange", "tensor": name, "layers": layers[name]}
                 rows += [{**place, **row} for row in exchanges(networks[name], gradients)]
                 raw.append(np.ascontiguousarray(gradients[0]).ravel())
-        kept = [formats.kept_frequencies(x, FFT(density=USUAL)) for x in raw]
-        for bits, name, change in formats.formats():
-            errors = {"raw": formats.error(raw, change), "kept": formats.error(kept, change)}
-            rows.append({"kind": "format", "bits": bits, "format": name, **errors})
+        kept = [kept_frequencies(x, FFT(density=USUAL)) for x in raw]
+        for bits, name, change in formats():
+            rows.append(
+                {"kind": "format", "bits": bits, "format": name, "raw": error(raw, change), "kept": error(kept, change)}
+            )
         return rows
 
-    at = simulate.spread_out(task["steps"], samples)
-    return simulate.watch(task, {"method": "none"}, ranks, seed, look, at)
+    return simulate.watch(task, {"method": "none"}, ranks, seed, look, simulate.spread_out(task["steps"], samples))
 
 
 def exchanges(networks: Mapping[str, tuple[Loopback, Loopback]], gradients: Sequence[Vector]) -> list[Settings]:
     """Exchange one tensor by FFT and by each rival; return errors ‖ĝ − ḡ‖/‖ḡ‖ and bytes, by rival."""
     mean = np.mean(gradients, axis=0, dtype=np.float64)
-    about = formats.statistics_of(np.ascontiguousarray(gradients[0]).ravel())
+    about = statistics_of(np.ascontiguousarray(gradients[0]).ravel())
     rows = []
     for rival, pair in networks.items():
         row = {"rival": rival, **about}

@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.papers import simulate
-from experiments.papers.claims import Kind, Outcome, Paper, Verdict, judge
-from experiments.papers.frames import exploded, groups, per_seed, spread
+from experiments.papers.claims import Kind, Outcome, Paper, Verdict, exploded, groups, judge, per_seed, spread
 from experiments.papers.gaussiank import measures
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of

@@ -136,8 +136,7 @@ def counts(x: Vector, density: float) -> dict[str, float]:
     k, start = wanted.k, np.float32(select.gaussian_threshold(*fast.moments(x), density))
     found = {"first threshold": fast.count_above(x, start) / k}
     for rule, refine in (("paper", select.refine_paper), ("bisect", select.refine_bisect)):
-        elements = candidates.Elements(x, None, None, fast)
-        threshold, ties = refine(elements, start, wanted)
+        threshold, ties = refine(candidates.Elements(x, None, None, fast), start, wanted)
         chosen = fast.count_above(x, threshold)
         if ties is not None and chosen < k:  # elements of equal magnitude fill up
             chosen += min(k - chosen, int((np.abs(x) == ties).sum()))

@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from experiments import nets
 from experiments.cluster.hosts import problem
 from experiments.papers import simulate
-from experiments.papers.claims import Kind, Paper, Verdict, judge
-from experiments.papers.frames import against_dense, groups, per_seed, spread
+from experiments.papers.claims import Kind, Paper, Verdict, against_dense, groups, judge, per_seed, spread
 from experiments.papers.gradiveq import measures, rings
 from experiments.report import plots
 from experiments.report.numbers import number, rate_of, seconds_of
@@ -242,14 +241,13 @@ def training(rows: pd.DataFrame) -> Verdict:
     both = [(net, method) for net in names for method in ("default", "paper")]
     cells = {", ".join(place): [gap >= -POINTS for gap in gaps[place]] for place in both}
     told = {method: "; ".join(f"{spread(gaps[net, method])} for {net}" for net in names) for _, method in both[:2]}
-    sparse = rows[rows["method"] != "none"]
     return Verdict(
         judge(cells, f"with both settings at least one seed loses more than {POINTS:g} point"),
         f"Against dense, in points: default settings {told['default']}; the paper's {told['paper']}. The highest "
         f"ratio of {FASTER:g}x at least overall, dense steps counted, within {POINTS:g} point in every seed: "
         f"{'; '.join(fastest(rows[rows['net'] == net], net) for net in names)}.",
         plots.lines(
-            sparse,
+            rows[rows["method"] != "none"],
             "wire",
             "gap",
             "method",

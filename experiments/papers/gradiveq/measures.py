@@ -97,14 +97,27 @@ class Window:
         """Return the records of :func:`watched`."""
         found = []
         for (entry, tensor), errors in self.errors.items():
-            wire = simulate.wire_ratio(self.nets[entry])
-            found.append({"kind": "errors", "tensor": tensor, "entry": entry, "wire": wire, "errors": errors})
+            found.append(
+                {
+                    "kind": "errors",
+                    "tensor": tensor,
+                    "entry": entry,
+                    "wire": simulate.wire_ratio(self.nets[entry]),
+                    "errors": errors,
+                }
+            )
         for tensor, means in self.means.items():
             stack = np.stack(means)
             spec = TensorSpec(tensor, stack.shape[1:])
             for order in ORDERS:
-                best = oracle(stack, spec, order)[:: self.ages.step]
-                found.append({"kind": "errors", "tensor": tensor, "entry": f"oracle {order}", "errors": best})
+                found.append(
+                    {
+                        "kind": "errors",
+                        "tensor": tensor,
+                        "entry": f"oracle {order}",
+                        "errors": oracle(stack, spec, order)[:: self.ages.step],
+                    }
+                )
                 for size in sizes:
                     if figures := spectrum(stack, spec, order, size):
                         place = {"kind": "spectrum", "tensor": tensor, "order": order, "default": not size}

@@ -50,8 +50,11 @@ def timed(
         HostsError: hosts cannot be emulated here.
         LaunchError: a rank failed.
     """
-    text = json.dumps({"layers": layers, "seed": seed, "rounds": rounds, "rings": rings})
-    program = ("-m", "experiments.papers.gradiveq.rings", text)
+    program = (
+        "-m",
+        "experiments.papers.gradiveq.rings",
+        json.dumps({"layers": layers, "seed": seed, "rounds": rounds, "rings": rings}),
+    )
     return launch.records(program, ranks, "mpi", rate=rate, timeout=PATIENCE)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Units, Verdict, judge
-from experiments.papers.frames import against_dense, groups, spread
+from experiments.papers.claims import Paper, Units, Verdict, against_dense, groups, judge, spread
 from experiments.papers.peers import measures
 from experiments.report import plots
 from experiments.report.numbers import number, percent
@@ -174,8 +173,7 @@ def as_topk(id: str, named: str) -> Callable[[pd.DataFrame], Verdict]:
     """Return the function that judges whether a sparse method trains as top-k does; random-k is shown beside it."""
 
     def judged(rows: pd.DataFrame) -> Verdict:
-        sparse = rows[rows["method"] != "none"]
-        wide = sparse.pivot(index=["density", "net", "seed"], columns="method", values="value")
+        wide = rows[rows["method"] != "none"].pivot(index=["density", "net", "seed"], columns="method", values="value")
         gaps = wide.sub(wide["topk"], axis=0)  # NaN where a training diverged
         cells = {
             f"{net} at {percent(density)}": list(some >= -POINTS)

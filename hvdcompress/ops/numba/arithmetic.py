@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,13 @@ import numpy as np
 from hvdcompress.ops import pool
 from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba._kernels import matrices, statistics
+from hvdcompress.ops.numba._kernels import matrices
 from hvdcompress.ops.numba.arrays import (
     FLOAT32,
     INF_BITS,
     as_matrices,
-    int64,
     is_plain_sparse,
     magnitude_bits,
-    magnitude_of,
     plain,
     plain_outer,
     plain_sparse,
@@ -29,15 +26,13 @@ from hvdcompress.ops.numba.arrays import (
 from hvdcompress.ops.numba.floats import clipped_to_fp16
 from hvdcompress.ops.numba.memory import joined
 from hvdcompress.ops.numba.spectra import write_spectra
-from hvdcompress.ops.numba.statistics import sums_of
 from hvdcompress.ops.numba.threads import MIN_RANGE, count, in_ranges
 from hvdcompress.ops.numpy import NumpyOps
 from hvdcompress.ops.scan import NOTHING, Found, Product, Scan, Span, Velocity
-from hvdcompress.ops.shared import PIECE, index_dtype, moments_of
+from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Outer, Shares, Sparse, Spectra, piece_of, size_of
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-NO_OTHER = NOTHING[:2] + NOTHING[4:]  #: a Scan without its fields ``above`` and ``capacity``
 FEW_ROWS = range(1, 9)  #: row counts for which the product is computed in the pass that accumulates
 LARGE = 1 << 22  #: number of elements from which one pass is faster than two; smaller vectors stay in the cache
 MIDDLE = 1 << 18  #: the same if the pass also removes the projection, which saves another pass
@@ -78,7 +73,7 @@ def _fit_one_kernel(
     for gradient, (start, stop), scan in zip(gradients, spans, scans, strict=True):
         if gradient.dtype != FLOAT32 or not gradient.flags.carray or not gradient.size == stop - start < most:
             return False
-        if (scan.above is not None and scan.above < 0) or scan[:2] + scan[4:] != NO_OTHER:
+        if scan.chunk or scan.product or scan.halves or (scan.above is not None and scan.above < 0):
             return False
     return plain(residual, out)
 
@@ -105,12 +100,10 @@ def _in_one_pass(
 
     if scan.chunk:
         return _accumulate_argmax(operands, n, scan.chunk)
-    if scan.signs:
-        return _accumulate_signs(operands, n)
-    if scan.moments or scan.above is not None or velocity is not None:
+    if scan.above is not None or velocity is not None:
         return _accumulate_and_collect(operands, n, scan, velocity)
     most = max(in_ranges(lambda start, stop: kernels.accumulate(*operands(start, stop)), n, kernels.BLOCK))
-    return Found(True, largest=magnitude_of(most) if scan.largest else None) if most < INF_BITS else Found(False)
+    return Found(most < INF_BITS)
 
 
 def _accumulate_argmax(operands: Operands, n: int, chunk: int) -> Found:
@@ -123,28 +116,13 @@ def _accumulate_argmax(operands: Operands, n: int, chunk: int) -> Found:
     return Found(True, offsets=offsets) if most < INF_BITS else Found(False)
 
 
-def _accumulate_signs(operands: Operands, n: int) -> Found:
-    sums = pool.empty(-(-n // PIECE), np.float64)[None]  # Σ|x| of each piece
-    signs = pool.empty(-(-n // 8), np.uint8)
-
-    def accumulate_range(start: int, stop: int) -> None:
-        pieces = sums[0, start // PIECE : -(-stop // PIECE)]
-        kernels.accumulate_signs(*operands(start, stop), pieces, signs[start // 8 : -(-stop // 8)])
-
-    in_ranges(accumulate_range, n, PIECE)
-    total = sums_of(sums)
-    return Found(True, signs=(signs, (total / n).astype(np.float32))) if isfinite(total[0]) else Found(False)
-
-
 def _accumulate_and_collect(operands: Operands, n: int, scan: Scan, velocity: Velocity | None) -> Found:
-    """Accumulate, collect the elements above a threshold, and compute moments or apply momentum if requested."""
+    """Accumulate, collect the elements above a threshold, and apply momentum if requested."""
     low = kernels.MAGNITUDE  # no magnitude is above it
     room = 0
     if scan.above is not None:
         low = magnitude_bits(scan.above)
         room = min(scan.capacity, n)
-    if scan.moments:
-        totals, squared = np.zeros((2, -(-n // kernels.SPAN), statistics.LANES))
 
     def accumulate_range(start: int, stop: int) -> tuple[int, Sparse]:
         index = pool.empty(min(room, stop - start), index_dtype(n))
@@ -153,27 +131,19 @@ def _accumulate_and_collect(operands: Operands, n: int, scan: Scan, velocity: Ve
         if velocity is not None:
             old, new, momentum = velocity
             most, count = kernels.accumulate_velocity(*given, old[start:stop], new[start:stop], np.float32(momentum))
-        elif scan.moments:
-            rows = slice(start // kernels.SPAN, -(-stop // kernels.SPAN))
-            most, count = kernels.accumulate_moments(*given, totals[rows], squared[rows])
         else:
             most, count = kernels.accumulate_above(*given)
         if start:
             index[:count] += start
         return most, Sparse(index[:count], values[:count])
 
-    (most, above), *others = in_ranges(accumulate_range, n, kernels.SPAN)
+    (most, above), *others = in_ranges(accumulate_range, n, kernels.BLOCK)
     if others:
         most = max(most, *(each for each, _ in others))
         above = Sparse(*map(joined, zip(above, *(each for _, each in others), strict=True)))
     if most >= INF_BITS:
         return Found(False)
-    return Found(
-        True,
-        moments=moments_of(totals.sum(), squared.sum(), n) if scan.moments else None,
-        above=above if scan.above is not None and above.index.size < scan.capacity else None,
-        largest=magnitude_of(most) if scan.largest else None,
-    )
+    return Found(True, above=above if scan.above is not None and above.index.size < scan.capacity else None)
 
 
 def _clear(out: Array) -> None:
@@ -203,12 +173,10 @@ class ArithmeticOps(NumpyOps):
     ) -> Found:
         if not plain(gradient, residual, out, *(velocity or ())[:2]):
             return super().accumulate(gradient, residual, scale, out, scan, velocity)
-        collects = scan.moments or scan.largest or (scan.above is not None and velocity is None)
+        collects = scan.above is not None or velocity is not None
         if (
-            collects + (scan.chunk > 0) + scan.signs + (scan.product is not None) + (velocity is not None) > 1
-            or (velocity is not None and scan.moments)
+            collects + (scan.chunk > 0) + (scan.product is not None) > 1
             or (scan.above is not None and scan.above < 0)
-            or (scan.signs and out.size <= PIECE)
             or scan.halves is not None
             or (scan.product is not None and not _multiplies_in_pass(scan.product, out.size))
         ):
@@ -274,14 +242,7 @@ class ArithmeticOps(NumpyOps):
             if 0 < limit <= FP16_MAX and plain(out, dtype=np.float16) and out.size == x.size:
                 clipped, most = clipped_to_fp16(x, scale, limit, out)
                 return Found(True, saturated=clipped) if most < INF_BITS else Found(False)
-        if scan != Scan(moments=True, largest=True) or not plain(x):
-            return super().inspect(x, scan)
-        total = np.zeros(statistics.LANES)
-        squares = np.zeros(statistics.LANES)
-        most = statistics.moments_and_largest(x, total, squares)
-        if most >= INF_BITS:
-            return Found(False)
-        return Found(True, moments_of(total.sum(), squares.sum(), x.size), largest=magnitude_of(most))
+        return super().inspect(x, scan)
 
     def subtract(self, x: Array, own: Array | Sparse | Coded, factor: float) -> None:
         if isinstance(own, Joined):
@@ -300,15 +261,6 @@ class ArithmeticOps(NumpyOps):
             kernels.subtract(x, own, np.float32(factor))
         else:
             super().subtract(x, own, factor)
-
-    def merge(self, a: Sparse, b: Sparse, n: int) -> Sparse:
-        if plain(a.values) and plain(b.values) and a.index.size == a.values.size and b.index.size == b.values.size:
-            index = pool.empty(a.index.size + b.index.size, index_dtype(n))
-            values = pool.empty(index.size, np.float32)
-            found = kernels.merge(int64(a.index), a.values, int64(b.index), b.values, index, values)
-            if found >= 0:
-                return Sparse(index[:found], values[:found])
-        return super().merge(a, b, n)
 
     def write_parts(self, outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
         shares: Sequence[Any] = total.each if isinstance(total, Shares) else [total]

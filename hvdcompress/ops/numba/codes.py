@@ -1,4 +1,4 @@
-"""Codes, compiled: stochastic rounding, signs, and packed fields (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Codes, compiled: stochastic rounding and packed fields (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -42,15 +42,13 @@ def _search_tables(table: bytes, bits: int, nearest: bool) -> tuple[Array, Array
 
 
 class CodeOps(NumpyOps):
-    """Stochastic rounding, signs, and packed fields."""
+    """Stochastic rounding and packed fields."""
 
     def distinct_indices(self, key: Array, k: int, n: int) -> Array:
-        half = half_bits(n)
-        dtype = np.int32 if half < 16 else np.int64  # must also hold the indices beyond n that are drawn again
-        out = pool.empty(k, dtype)
-        other = pool.empty(k, dtype)
-        swapped = kernels.distinct_indices(half, round_keys(key), n, out, other)
-        return (other if swapped else out).astype(index_dtype(n), copy=False)
+        out = pool.empty(k, index_dtype(n))
+        kernels.distinct_indices(half_bits(n), round_keys(key), n, out)
+        out.sort()
+        return out
 
     def quantize(self, x: Array, norms: Array, bucket: int, bits: int, key: Array, out: Array | None = None) -> Array:
         codes = np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
@@ -72,13 +70,6 @@ class CodeOps(NumpyOps):
         align = kernels.BLOCK // per * per
         in_ranges(lambda start, stop: kernels.quantize_fields(*given, start, stop), x.size, align)
         return words
-
-    def pack_signs(self, x: Array) -> Array:
-        if not plain(x):
-            return super().pack_signs(x)
-        out = np.empty(-(-x.size // 8), np.uint8)
-        kernels.pack_signs(x, np.zeros(kernels.BLOCK, np.int8), out)
-        return out
 
     def encode_levels(
         self,

@@ -1,4 +1,4 @@
-"""Floats, compiled: 16-bit floats and range floats (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Floats, compiled: 16-bit floats (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hvdcompress.ops.numba._kernels import floats as kernels
 from hvdcompress.ops.numba.arrays import plain
 from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.numpy import NumpyOps
-from hvdcompress.ops.shared import FP32_MAX_BITS
 from hvdcompress.ops.vectors import FP16_MAX
 from hvdcompress.ops.vectors import NumpyArray as Array
 
@@ -24,18 +23,8 @@ def clipped_to_fp16(x: Array, scale: float, limit: float, out: Array) -> tuple[i
     return int(sum(clipped)), max(largest)
 
 
-def _edges(bounds: Array) -> list[int]:
-    """Return the bits of both bounds; damaged bounds become finite."""
-    return [min(max(edge, 0), FP32_MAX_BITS) for edge in bounds.view(np.int32).tolist()]
-
-
-def _shift(mantissa: int | Array) -> np.int32:
-    """Return 23 − mantissa, for a number or an array; an array may be damaged and is clipped."""
-    return np.int32(23 - (mantissa if isinstance(mantissa, int) else min(max(int(mantissa[0]), 1), 22)))
-
-
 class FloatOps(NumpyOps):
-    """16-bit floats and range floats."""
+    """16-bit floats."""
 
     def to_fp16(self, x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:
         out = np.empty(x.size, np.float16) if out is None else out
@@ -57,17 +46,3 @@ class FloatOps(NumpyOps):
             return super().to_bf16(x, out)
         kernels.to_bf16(x.view(np.uint32), bits.view(np.uint16))
         return bits if out is None else out
-
-    def range_codes(self, x: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
-        if not plain(x):
-            return super().range_codes(x, bounds, bits, mantissa)
-        out = np.empty(x.size, np.int32)
-        kernels.range_codes(x.view(np.int32), *_edges(bounds), bits, _shift(mantissa), out)
-        return out
-
-    def range_values(self, codes: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
-        if not plain(codes, dtype=np.int64):
-            return super().range_values(codes, bounds, bits, mantissa)
-        out = np.empty(codes.size, np.float32)
-        kernels.range_values(codes, *_edges(bounds), bits, _shift(mantissa), out.view(np.int32))
-        return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -25,17 +24,6 @@ def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
 
 def _magnitudes(bits: Array) -> Array:
     return np.bitwise_and(bits, kernels.MAGNITUDE, out=pool.empty(bits.size, np.int32))
-
-
-def indices_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:
-    """Return the indices of the k largest magnitudes, ascending [k], among equals the first; and the k-th largest."""
-    if plain(magnitudes) and k:
-        threshold = np.int32(kernels.kth(magnitudes.view(np.int32).copy(), k)).view(np.float32)
-    else:
-        threshold = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
-    chosen = np.empty(k + 1, np.int64)  # one more than needed, as above
-    kernels.indices_of_largest(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
-    return chosen[:k], threshold
 
 
 class SelectionOps(NumpyOps):

@@ -15,8 +15,7 @@ from experiments import nets
 from experiments.__main__ import app
 from experiments.bench import codec, report, run
 from experiments.bench.config import Bench
-from experiments.bench.devices import Cpu, Tensors
-from experiments.bench.lockstep import Lockstep, warm_steps
+from experiments.bench.lockstep import Cpu, Lockstep, Tensors, warm_steps
 from experiments.bench.ranks import Group, RankError
 from hvdcompress import available, load_plan
 from hvdcompress.cli.numbers import HEADERS

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments import __main__ as cli
-from experiments import options
+from experiments import configfile
 from experiments.cluster import launch
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.launch import LaunchError, Stopped
@@ -60,7 +60,7 @@ def test_a_wrong_name_gets_a_suggestion(words):
 
 
 def test_all_methods_are_compared():
-    compared = MethodsFile.open(options.CONFIGS / "bench" / "compare.yaml").methods
+    compared = MethodsFile.open(configfile.CONFIGS / "bench" / "compare.yaml").methods
     # not `available()`, which also has methods that other tests have registered
     assert {each.method for each in compared} == {file.stem for file in ROOT.glob("hvdcompress/methods/[a-z]*.py")}
 
@@ -77,7 +77,7 @@ def test_all_methods_are_compared():
 )
 def test_wrong_options_of_emulated_hosts(given, reason):
     with pytest.raises(ValueError, match=reason):
-        options.emulated_hosts(*given)
+        configfile.emulated_hosts(*given)
 
 
 # -- emulated hosts --------------------------------------------------------------------------------

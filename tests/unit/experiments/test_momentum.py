@@ -11,7 +11,7 @@ from experiments import units
 torch = pytest.importorskip("torch")
 
 from experiments.momentum import contenders, remedies, report, study  # noqa: E402
-from experiments.momentum.tasks import TASKS, constant  # noqa: E402
+from experiments.momentum.contenders import TASKS, constant  # noqa: E402
 from experiments.training import tasks  # noqa: E402
 from experiments.training.models_torch import build, held_out_sums, loss_of  # noqa: E402
 from hvdcompress.loopback import Loopback  # noqa: E402

@@ -11,10 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import app
-from experiments.papers import run
-from experiments.papers.claims import Kind, Paper, Verdict, judge
-from experiments.papers.frames import over_seeds
-from experiments.papers.page import PAPERS
+from experiments.papers import command
+from experiments.papers.claims import Kind, Paper, Verdict, judge, over_seeds
+from experiments.papers.command import PAPERS
 from experiments.report import results
 from experiments.training.experiment import Task
 from experiments.units import Unit
@@ -56,7 +55,7 @@ def paper(log, numbers=(1, 2, 3)):
 
 
 def reproduce(folder, paper, jobs=1, only=()):
-    return run.reproduce(paper, folder, (0,), jobs, only)
+    return command.measured(paper, folder, (0,), jobs, only)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,11 @@ from experiments import nets
 from experiments.papers import simulate
 from experiments.papers.claims import Kind
 from experiments.papers.fft import claims as fft
-from experiments.papers.fft import formats
+from experiments.papers.fft import measures as formats
 from experiments.papers.gaussiank import claims as gaussiank
 from experiments.papers.gradiveq import claims as gradiveq
 from experiments.papers.peers import claims as peers
 from experiments.papers.scalecom import claims as scalecom
-from experiments.papers.scalecom import settings
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.plan import load_plan
 from tests.oracles.ring import simulate as simulate_ring
@@ -36,7 +35,7 @@ TINY = {"task": TASK, "method": {"method": "topk", "density": 0.01}, "ranks": 2,
 def scalecom_rows():
     task = {**TASK, "task": "noisy_digits", "net": None}
     for beta in (1.0, 0.1):
-        found = settings.measures.likeness(task, settings.scalecom("exact", beta, density=0.05), 2, 0, samples=3)
+        found = scalecom.measures.likeness(task, scalecom.scalecom("exact", beta, density=0.05), 2, 0, samples=3)
         yield pd.DataFrame(found).assign(net="digits_net", rate=0.2, select="exact", β=beta, seed=0)
 
 
@@ -119,18 +118,18 @@ def test_verdicts_on_accuracies(judge, values, nets, densities, met, of, words):
 
 def test_distance_is_the_mean_over_pairs():
     same, across, against = np.array([1.0, 0]), np.array([0, 3.0]), np.array([-2.0, 0])
-    assert settings.measures.distance([same, 5 * same]) == pytest.approx(0)
-    assert settings.measures.distance([same, across, against]) == pytest.approx((1 + 2 + 1) / 3)
+    assert scalecom.measures.distance([same, 5 * same]) == pytest.approx(0)
+    assert scalecom.measures.distance([same, across, against]) == pytest.approx((1 + 2 + 1) / 3)
 
 
 def test_contraction_by_hand():
     mean, reduced = np.array([3.0, 2, 1, 0.5, 0, 0, 0, 0]), np.zeros(8)
     reduced[[0, 2]] = [3, 1]  # of the two largest elements, 0 and 1, one is missed
-    found = settings.measures.contraction(mean, reduced, density=0.25)
+    found = scalecom.measures.contraction(mean, reduced, density=0.25)
     assert (found["kept"], found["best"], found["missed"]) == (10, 13, 0.5)
     assert (found["left"], found["bound"]) == pytest.approx((1 - 10 / 14.25, 0.5 + 0.5 * (1 - 13 / 14.25)))
-    assert settings.measures.contraction(mean, np.zeros(8), 0.25) is None
-    assert settings.measures.contraction(np.zeros(8), reduced, 0.25) is None
+    assert scalecom.measures.contraction(mean, np.zeros(8), 0.25) is None
+    assert scalecom.measures.contraction(np.zeros(8), reduced, 0.25) is None
 
 
 # -- GradiVeQ ---------------------------------------------------------------------------------------

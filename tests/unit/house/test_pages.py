@@ -57,10 +57,12 @@ LAUNCHED = {f"{name}.md" for name in (*SCRIPTS.values(), "fsdp", "nodes", "local
 PAGES = [str(page.relative_to(ROOT)) for page in pages()]
 DOCTESTS = [
     *(f"hvdcompress.methods.{info.name}" for info in pkgutil.iter_modules([str(ROOT / "hvdcompress" / "methods")])),
-    "experiments.phases",
-    *(pytest.param(f"experiments.{folder}.contenders", marks=NEEDS_TORCH) for folder in ("momentum", "to_accuracy")),
+    *(
+        pytest.param(f"experiments.{name}", marks=NEEDS_TORCH)
+        for name in ("momentum.contenders", "papers.simulate", "to_accuracy.races")
+    ),
     "experiments.papers.claims",
-    "experiments.papers.page",
+    "experiments.papers.command",
     "hvdcompress.loopback",
     "hvdcompress.registry",
     "hvdcompress.testing",

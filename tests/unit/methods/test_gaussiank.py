@@ -7,7 +7,6 @@ import pytest
 
 import hvdcompress
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops.numpy import ops as reference
 from hvdcompress.parts import candidates, select
 from hvdcompress.testing import Trial, numbers
@@ -82,8 +81,3 @@ def test_elements_beyond_the_capacity_stay_in_the_residual() -> None:
     assert np.flatnonzero(out).tolist() == sent_by_the_authors_rule(u, 0.001).tolist()
     shifted = (np.random.default_rng(4).normal(size=20_000) + 3).astype(np.float32)
     assert np.count_nonzero(sent_of(shifted, 0.001, refine="paper")) <= 26
-
-
-def test_moments_are_computed_in_the_pass_that_adds_the_residual() -> None:
-    ctx = Context(0, 1, 0, TensorSpec("w", (1001,)))
-    assert hvdcompress.get_method("gaussiank").scan(0, {}, ctx, Workspace(reference), numbers((1001,), 1)).moments

@@ -109,26 +109,22 @@ CASES += [
 
 SCANS = (
     Scan(),
-    Scan(moments=True),
     Scan(chunk=1),
     Scan(chunk=7),
     Scan(chunk=10**6),
     Scan(above=0.5, capacity=10**6),
     Scan(above=np.float32(0), capacity=3),
     Scan(above=-1.0, capacity=10**6),
-    Scan(moments=True, above=0.5, capacity=10**6),
-    Scan(moments=True, chunk=7, above=0.5, capacity=10**6),
-    Scan(signs=True),
-    Scan(signs=True, chunk=7),
+    Scan(chunk=7, above=0.5, capacity=10**6),
 )
 
 
 def contents(found: Found) -> tuple[Any, ...]:
-    """Return the results of a scan; only ``finite`` if an element is not finite. Moments are equal to rounding only."""
+    """Return the results of a scan; only ``finite`` if an element is not finite."""
     if not found.finite:
         return (False,)
     above = None if found.above is None else tuple(found.above)
-    return True, found.offsets, above, found.signs, found.moments is not None
+    return True, found.offsets, above
 
 
 def call_accumulate(o, put, x, r, scan, scale):
@@ -147,7 +143,6 @@ SCANS_OF_PARTS = (
     [Scan()],
     [Scan(), *ABOVE],
     [Scan(chunk=7)],
-    [Scan(moments=True), *ABOVE],
     [Scan(above=-1.0, capacity=10**6)],
 )
 
@@ -164,7 +159,7 @@ def call_accumulate_parts(o, put, x, r, scans, momentum):  # gradients in anothe
 
 def call_inspect(o, put, x, r, scan):
     found = o.inspect(put(x), scan)
-    return (*contents(found), found.largest) if found.finite else False
+    return contents(found)
 
 
 def call_inspect_with_halves(o, put, x, r):
@@ -179,13 +174,13 @@ CASES += [
     case(
         "accumulate",
         accumulate_with_velocity,
-        scan=(Scan(), Scan(above=0.5, capacity=10**6), Scan(moments=True), Scan(chunk=7), Scan(signs=True)),
+        scan=(Scan(), Scan(above=0.5, capacity=10**6), Scan(chunk=7)),
     ),
     case("accumulate_parts", call_accumulate_parts, scans=SCANS_OF_PARTS, momentum=(False, True)),
     case(
         "inspect",
         call_inspect,
-        scan=(Scan(), Scan(largest=True), Scan(moments=True, largest=True), Scan(signs=True), Scan(chunk=7)),
+        scan=(Scan(), Scan(chunk=7)),
     ),
     case("inspect", call_inspect_with_halves),
 ]

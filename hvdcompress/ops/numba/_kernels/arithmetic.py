@@ -9,11 +9,9 @@ import numpy as np
 from numba import carray
 
 from hvdcompress.ops.numba._kernels import flags
-from hvdcompress.ops.numba._kernels.compiling import BLOCK, FOUR, MAGNITUDE, NEAR, SPAN, compiled
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, NEAR, compiled
 from hvdcompress.ops.numba._kernels.memory import RUNS, check_indices, floats_at, runs_of
 from hvdcompress.ops.numba._kernels.selection import first_of
-from hvdcompress.ops.numba._kernels.statistics import add_moments, fold
-from hvdcompress.ops.shared import PIECE
 
 WRITTEN = 1 << 14  #: elements of the output that stay in the cache while the shares of all ranks are added to them
 
@@ -110,53 +108,6 @@ def accumulate_velocity(gradient, residual, scale, out, low, index, values, old,
 
 
 @compiled
-def accumulate_moments(gradient, residual, scale, out, low, index, values, totals, squared):
-    """As ``accumulate_above``; also add Σx and Σx² to ``totals`` and ``squared`` [spans, LANES], one row per SPAN."""
-    # This repeats the loop of accumulate_above: a function that both called took 5 to 15 % longer.
-    found = 0
-    most = np.int32(0)
-    flag = np.zeros(FOUR, np.int8)
-    for start in range(0, out.size, FOUR):
-        stop = start + FOUR
-        g = gradient[start:stop]
-        r = residual[start:stop]
-        o = out[start:stop]
-        if o.size < flag.size:
-            flag[:] = 0
-        for i in range(o.size):
-            value = np.float32(scale * g[i] + r[i])
-            o[i] = value
-            magnitude = value.view(np.int32) & MAGNITUDE
-            most = max(most, magnitude)
-            flag[i] = np.int8(magnitude > low)
-        add_moments(o, totals[start // SPAN], squared[start // SPAN])
-        found = flags.note(flag, o, start, index, values, found)
-    return most, found
-
-
-@compiled
-def accumulate_signs(gradient, residual, scale, out, sums, signs):
-    """Accumulate; ``sums`` receives Σ|x| of each piece, ``signs`` one bit per element, set if x < 0."""
-    wide = np.zeros(PIECE)
-    flag = np.zeros(PIECE, np.int8)
-    for piece in range(sums.size):
-        start, stop = piece * PIECE, (piece + 1) * PIECE
-        g = gradient[start:stop]
-        r = residual[start:stop]
-        o = out[start:stop]
-        if o.size < PIECE:
-            wide[:] = 0.0
-            flag[:] = 0
-        for i in range(o.size):
-            value = np.float32(scale * g[i] + r[i])
-            o[i] = value
-            wide[i] = abs(np.float64(value))
-            flag[i] = np.int8(value < np.float32(0))
-        sums[piece] = fold(wide)
-        flags.pack(flag, signs[start // 8 : stop // 8])
-
-
-@compiled
 def accumulate_argmax(gradient, residual, scale, out, chunk, offset):
     """Accumulate; ``offset`` receives each chunk's offset of the largest magnitude.
 
@@ -221,32 +172,6 @@ def write_runs(outs, bounds, index, values, factor):
                     stop += 1
                 add_from(out, bounds[part], index[cursors[run] : stop], values[cursors[run] : stop], factor)
                 cursors[run] = stop
-
-
-@compiled
-def merge(a_index, a_values, b_index, b_values, index, values):
-    """Merge two sparse vectors. Return the number of entries, or -1 if the indices of an input do not ascend."""
-    i = 0
-    j = 0
-    found = 0
-    last = np.int64(-1)
-    while i < a_index.size or j < b_index.size:
-        left = a_index[i] if i < a_index.size else np.int64(0x7FFFFFFFFFFFFFFF)
-        right = b_index[j] if j < b_index.size else np.int64(0x7FFFFFFFFFFFFFFF)
-        here = min(left, right)
-        if here <= last:
-            return -1
-        value = np.float32(0)  # 0 + (−0) is 0, as in the reference
-        if left == here:
-            value += a_values[i]
-            i += 1
-        if right == here:
-            value += b_values[j]
-            j += 1
-        index[found], values[found] = here, value
-        found += 1
-        last = here
-    return found
 
 
 @compiled

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
 from hvdcompress.ops.shared import MIX_FACTORS
 
@@ -52,52 +51,16 @@ def permuted(x, half, keys):
 
 
 @compiled
-def distinct_indices(half, keys, n, out, other):
-    """Draw distinct indices below n, ascending. Return whether ``other``, an array like ``out``, has the result."""
-    left = out.size
-    found = 0
-    for i in range(left):
-        other[i] = i
-    while left:  # permute all indices that are still out of range, up to three quarters of them
-        for i in range(left):
-            other[i] = permuted(np.int64(other[i]), half, keys)
-        again = 0
-        for i in range(left):
-            index = other[i]
-            out[found] = index  # found < out.size, because this index is not found yet
-            other[again] = index
-            found += index < n
-            again += index >= n
-        left = again
-    swapped = False
-    for shift in range(0, 2 * half, 11):  # radix sort, 11 bits at a time: 2048 counters stay in the first-level cache
-        begins = np.zeros(2049, np.int64)
-        for i in range(out.size):
-            begins[(out[i] >> shift & 2047) + 1] += 1
-        for digit in range(2048):
-            begins[digit + 1] += begins[digit]
-        for i in range(out.size):
-            digit = out[i] >> shift & 2047
-            other[begins[digit]] = out[i]
-            begins[digit] += 1
-        out, other = other, out
-        swapped = not swapped
-    return swapped
+def distinct_indices(half, keys, n, out):
+    """Write distinct indices below n to ``out``, unsorted."""
+    for i in range(out.size):
+        index = permuted(i, half, keys)
+        while index >= n:  # out of range: permute again
+            index = permuted(index, half, keys)
+        out[i] = index
 
 
 # -- codes of 1 to 8 bits, without gaps, lowest bit first ------------------------------------------------------------
-
-
-@compiled
-def pack_signs(x, flag, out):
-    """Write one bit per element to ``out``, set if x < 0; ``flag`` [BLOCK] int8 is scratch memory."""
-    for start in range(0, x.size, BLOCK):
-        part = x[start : start + BLOCK]
-        if part.size < BLOCK:
-            flag[:] = 0
-        for i in range(part.size):
-            flag[i] = np.int8(part[i] < np.float32(0))
-        flags.pack(flag, out[start // 8 : (start + BLOCK) // 8])
 
 
 @compiled

@@ -33,7 +33,6 @@ except ImportError:  # Windows: each rank compiles for itself
 MAGNITUDE = np.int32(0x7FFFFFFF)  #: mask: all bits of a float32 except the sign
 LANES = 64  #: number of partial sums
 FOUR = 4 * LANES  #: number of elements of which each partial sum receives four
-SPAN = 1 << 16  #: elements per row of partial sums; threads start at multiples, so sums do not depend on their number
 BLOCK = 1024  #: number of elements that stay in the first-level cache
 NEAR = 256  #: block so small that the processor prefetches the next elements during the second loop over it
 

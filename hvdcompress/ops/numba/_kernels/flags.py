@@ -82,13 +82,3 @@ def note(flag, x, first, index, values, found):
             found += 1
             bits &= bits - np.uint64(1)
     return found
-
-
-@compiled
-def pack(flag, out):
-    """Write flags as bits, 8 per byte. The length of ``flag`` is a multiple of 64, with zeros beyond 8·out.size."""
-    for start in range(0, 8 * out.size, WORD):
-        bits = word(flag, start)
-        eight = out[start // 8 : start // 8 + 8]
-        for j in range(eight.size):
-            eight[j] = bits >> np.uint64(8 * j) & np.uint64(0xFF)

@@ -112,20 +112,6 @@ def largest_of(index, bits, values, parts, scratch, chosen, kept, least):
 
 
 @compiled
-def indices_of_largest(magnitudes, threshold, ties, out):
-    """Write the indices of magnitudes above the threshold, and of the first ``ties`` equal to it.
-
-    ``out`` has one more element than indices are found, because the loop writes before it decides.
-    """
-    found = 0
-    for i in range(magnitudes.size):
-        equal = magnitudes[i] == threshold and ties > 0
-        out[found] = i  # write first, then count it or not: a branch would be mispredicted often
-        found += magnitudes[i] > threshold or equal
-        ties -= equal
-
-
-@compiled
 def histogram(bits, stride):
     """Return a histogram [2048] of every stride-th |x|, by exponent and the first 3 bits of the mantissa."""
     count = np.zeros(2048, np.int64)

@@ -5,40 +5,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from hvdcompress.ops.numba._kernels import flags
-from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
-
-
-@compiled
-def magnitudes(pairs, out):
-    for i in range(out.size):
-        real, imaginary = np.float64(pairs[2 * i]), np.float64(pairs[2 * i + 1])
-        out[i] = np.sqrt(real * real + imaginary * imaginary)
-
-
-@compiled
-def strong(pairs, unit, low, first, index, found_pairs):
-    """Collect the pairs with (unit·|pair|)² ≥ low, and return their number; ``first`` is the first pair's index."""
-    found = 0
-    flag = np.zeros(BLOCK, np.int8)
-    offsets = np.empty(BLOCK, np.int32)
-    for start in range(0, pairs.size // 2, BLOCK):
-        part = pairs[2 * start : 2 * (start + BLOCK)]
-        if part.size < 2 * BLOCK:
-            flag[:] = 0
-        for i in range(part.size // 2):
-            real, imaginary = part[2 * i] * unit, part[2 * i + 1] * unit
-            flag[i] = np.int8(real * real + imaginary * imaginary >= low)
-        count = flags.indices(flag, offsets)
-        for j in range(count):
-            i = offsets[j]
-            index[found + j] = first + start + i
-            found_pairs[2 * (found + j)] = part[2 * i]
-            found_pairs[2 * (found + j) + 1] = part[2 * i + 1]
-        found += count
-    return found
+from hvdcompress.ops.numba._kernels.compiling import compiled
 
 
 @compiled

@@ -34,18 +34,6 @@ def moments(x, total, squares):
 
 
 @compiled
-def moments_and_largest(x, total, squares):
-    """Add x and x² to LANES partial sums of each. Return the bits of the largest magnitude."""
-    most = np.int32(0)
-    for start in range(0, x.size, FOUR):
-        part = x[start : start + FOUR]
-        for i in range(part.size):
-            most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
-        add_moments(part, total, squares)
-    return most
-
-
-@compiled
 def largest(bits):
     most = np.int32(0)
     for i in range(bits.size):
