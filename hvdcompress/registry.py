@@ -94,8 +94,8 @@ def available() -> list[str]:
 
 
 def suggest(word: str, known: list[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` if ``word`` resembles one of ``known``, otherwise an empty string."""
-    close = difflib.get_close_matches(str(word), known, n=1)
+    """Return ``" (did you mean 'x'?)"`` if ``word`` resembles or is a word of one of ``known``, or an empty string."""
+    close = difflib.get_close_matches(str(word), known, n=1) or [each for each in known if word in each.split("_")]
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -131,7 +131,11 @@ def get_method(id: str, /, **hyperparameters: Any) -> Method:
     """
     known = classes()
     if not isinstance(id, str) or id not in known:
-        raise FieldError(f"unknown method {id!r}{suggest(id, list(known))}; available: {', '.join(known)}", "method")
+        raise FieldError(
+            f"unknown method {id!r}{suggest(id, list(known))}; available: {', '.join(known)}"
+            ". For a method of your own, import its file first; the name of a plan's file ends in .yaml",
+            "method",
+        )
     cls = known[id]
     hyperparameters = expand_paper_settings(cls, hyperparameters)
     names = [f.name for f in fields(cls)]

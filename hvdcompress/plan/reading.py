@@ -213,6 +213,8 @@ def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | N
         earlier = periods[max(s for s in periods if s <= start)]
         periods[start] = replace(earlier, **change)
     if given.get("warmup") is not None:
+        if not isinstance(given["warmup"], Mapping):
+            raise body.error("warmup", f"must be a duration, such as {{steps: 500}}, not {given['warmup']!r}")
         until = schedule.duration(body.child("warmup", given["warmup"]), steps_per_epoch)
         after = periods[max(s for s in periods if s <= until)]
         periods = {s: m for s, m in periods.items() if s > until}

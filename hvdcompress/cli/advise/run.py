@@ -111,5 +111,5 @@ def _print_verdict(found: list[Measured], driver: str) -> None:
     print(f"\nVerdict: {verdict.explain(found, best)}")
     if lines := verdict.how_to(best, driver):
         print("\nIn your script:", *lines.splitlines(), sep="\n    ")
-    if words := verdict.local_steps(found, best):
+    if words := verdict.local_steps(found, best, driver):
         print(f"\n{words}")

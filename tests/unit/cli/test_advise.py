@@ -66,12 +66,13 @@ def test_noise_within_one_round_is_not_taken_for_a_gain():
     assert verdict.choose(found).label == DENSE
 
 
-def test_local_steps_are_suggested_where_the_best_step_is_still_long():
+def test_local_steps_are_suggested_where_they_are_faster():
     *_, found, best = decide(topk=[0.5] * 3, alone=[0.2] * 3)
-    words = verdict.local_steps(found, best)
-    assert f"every={round((1 - 0.2) / 0.05 / 0.2)})" in words and "60 % of a step" in words and "takes 800 ms" in words
-    *_, found, best = decide(topk=[0.5] * 3, alone=[0.4] * 3)
-    assert verdict.local_steps(found, best) == ""
+    words = verdict.local_steps(found, best, "DDP")
+    assert "takes about 227 ms" in words and "ddp.attach(model, local_steps=30)" in words  # 200 + 800 / 30
+    assert "LocalSteps(model, every=30)" in verdict.local_steps(found, best, "Horovod")
+    *_, found, best = decide(topk=[0.5] * 3, alone=[0.48] * 3)
+    assert verdict.local_steps(found, best, "DDP") == ""
 
 
 def test_predictions_for_another_link_are_computing_and_bytes():
