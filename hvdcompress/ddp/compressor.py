@@ -98,6 +98,7 @@ class Compressor(GroupCompressor):
     """
 
     driver = "DistributedDataParallel"
+    _local_steps = "local_steps"
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdcompress.engine import late
 from hvdcompress.engine.agreement import SharedConfig
-from hvdcompress.engine.fallback import SPREAD, Verdict
+from hvdcompress.engine.fallback import SPREAD, WORTH, Verdict
 from hvdcompress.engine.levels import Network
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
 from hvdcompress.engine.rehearsal import gathers
@@ -30,6 +30,7 @@ from hvdcompress.parts.momentum import Moment, heavy_ball
 from hvdcompress.plan import Bucket, Plan
 
 Op = Literal["average", "sum"]
+EVERY = 30  #: steps between exchanges of parameters, in an estimate of the time of local steps
 
 
 class Compressor:
@@ -52,6 +53,7 @@ class Compressor:
     driver = "unnamed"  #: the name of the driver, which is saved with the state
     _framework = Framework()  #: functions of the driver's framework that the engine calls
     _no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
+    _local_steps = ""  #: how local steps are taken under this driver; empty if they are not
     _network: Network  #: the collectives of this rank, once the driver is connected
     _refused: Mapping[str, str] = {}  #: {plan key that this driver does not support: the reason}
 
@@ -437,17 +439,26 @@ class Compressor:
         step = self.rank_state.times.mean()
         if step is None:
             return table + self._decision()
-        return f"{table}\n{explanation(step, self._uncompressed_steps(), link_gbits)}"
+        return f"{table}\n{explanation(step, self._uncompressed_steps(step.computing), link_gbits)}"
 
-    def _uncompressed_steps(self) -> str:
-        """Describe the measured duration of uncompressed steps."""
+    def _uncompressed_steps(self, computing: float) -> str:
+        """Describe the measured duration of uncompressed steps, and estimate that of local steps.
+
+        Args:
+            computing: seconds of a step in which nothing is exchanged.
+        """
         fallback = self.rank_state.fallback
         if not fallback.on:
             return "uncompressed steps: not measured; fallback: true in the plan measures some"
         if fallback.compares:
             return "uncompressed steps: being measured"
         compressed, dense = (1e3 * each for each in fallback.seconds)
-        return f"uncompressed steps: {dense:.1f} ms, compressed {compressed:.1f} ms; compression is {fallback.outcome}"
+        text = f"uncompressed steps: {dense:.1f} ms, compressed {compressed:.1f} ms; compression is {fallback.outcome}"
+        # An exchange of parameters takes at most as long as one of uncompressed gradients
+        local = 1e3 * computing + max(0.0, dense - 1e3 * computing) / EVERY
+        if self._local_steps and local < WORTH * min(dense, compressed):
+            text += f"\n  {self._local_steps} = {EVERY}: about {local:.1f} ms, with exchanges of parameters"
+        return text
 
     def log_to(self, writer: Writer, step: int | None = None) -> None:
         """Write this rank's figures to a TensorBoard writer, under ``hvdcompress/``.

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdcompress import ddp
 from hvdcompress.engine.agreement import PeerError
+from hvdcompress.engine.fallback import Fallback, Verdict
 from hvdcompress.local_steps import LocalSteps
 from tests.ranks.checks import FOLDER, logged
 
@@ -417,3 +418,14 @@ def test_ranks_with_different_settings_are_named(driver):
     training = Training(driver, True, **settings)
     driver.must_raise(PeerError, ["local_steps"], training.run)
     training.local.close()
+
+
+def test_the_summary_of_auto_estimates_local_steps(driver):
+    model = DistributedDataParallel(Net())
+    with ddp.attach(model, min_elements=10) as compressor:
+        compressor.rank_state.fallback = Fallback(True, Verdict.COMPRESS, (0.5, 2.0))
+        for _ in range(6):
+            model(torch.randn(16, 20)).sum().backward()
+        computing = compressor.rank_state.times.mean().computing
+        local = 1e3 * (computing + (2.0 - computing) / 30)
+        assert f"local_steps = 30: about {local:.1f} ms" in compressor.summary()

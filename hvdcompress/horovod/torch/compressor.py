@@ -142,6 +142,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     """
 
     driver = "Horovod"
+    _local_steps = "LocalSteps, every"
     _grouping = BY_NAME
 
     def __init__(

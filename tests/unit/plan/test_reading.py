@@ -166,7 +166,7 @@ def test_settings_of_a_command_line() -> None:
         ("method: topk\ndensity: 0.1\ndensity: 0.2\n", 3, ["density", "repeated", "line 2"]),
         ("method: topk\nrules:\n  - match: {ndim: 1, ndim: 2}\n", 3, ["ndim", "repeated"]),
         ("method: topk\nwarmup: {epochs: 5}\n", 2, ["warmup.epochs", "steps_per_epoch"]),
-        ("method: topk\nwarmup: 5\n", 2, ["warmup", "mapping"]),
+        ("method: topk\nwarmup: 5\n", 2, ["warmup", "duration"]),
         ("method: topk\nwarmup: {steps: 5, epochs: 1}\n", 2, ["warmup", "one of steps and epochs"]),
         ("method: topk\nwarmup: {}\n", 2, ["warmup", "one of steps and epochs"]),
         ("method: topk\nwarmup: {step: 5}\n", 2, ["step", "did you mean 'steps'"]),
