@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from hvdcompress._torch.local_steps import OUTER, Fragment, Network, ParameterExchange
-from hvdcompress.ddp.local_steps import TorchNetwork
+from hvdcompress._torch.local_steps import OUTER, Fragment, ParameterExchange, Ranks
+from hvdcompress.ddp.local_steps import TorchRanks
 
 __all__ = ["OUTER", "Fragment", "LocalSteps"]
 
@@ -60,12 +60,12 @@ class LocalSteps(ParameterExchange):
             initialized.
     """
 
-    def _network_of(self, driver: str | None, group: Any) -> Network:
+    def _ranks_of(self, driver: str | None, group: Any) -> Ranks:
         if driver not in (None, "torch", "horovod"):
             raise ValueError(f'driver = {driver!r} must be "torch" or "horovod"')
         has_torch = torch.distributed.is_available() and torch.distributed.is_initialized()
         if driver == "torch" or (has_torch and not driver):
-            return TorchNetwork(group)
-        from hvdcompress.horovod.torch.local_steps import HorovodNetwork
+            return TorchRanks(group)
+        from hvdcompress.horovod.torch.local_steps import HorovodRanks
 
-        return HorovodNetwork(group)
+        return HorovodRanks(group)

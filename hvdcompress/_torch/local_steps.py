@@ -114,7 +114,7 @@ class Fragment:
                 now[name].copy_(anchor)
 
 
-class Network(Protocol):
+class Ranks(Protocol):
     """Ranks that exchange parameters, with the collective that no Compressor has."""
 
     rank: int
@@ -170,10 +170,10 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         self.checkpoint = Path(checkpoint) if checkpoint else None
         self.steps = 0
         self._counted = 0  # steps that DDP has counted since the last call of step()
-        self._network = self._network_of(driver, process_group)
+        self._ranks = self._ranks_of(driver, process_group)
         parameters = averaged_by_ddp(model, model.named_parameters())
         for tensor in (*parameters.values(), *averaged_by_ddp(model, model.named_buffers()).values()):
-            _broadcast(self._network, tensor)
+            _broadcast(self._ranks, tensor)
         trained = {name: each for name, each in parameters.items() if each.requires_grad}
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
@@ -188,7 +188,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
             each.feedback != "none" and each.optimizer_momentum == "keep" and (each.sparse or each.delay > 1)
             for each in plan.methods
         )
-        if waits and self.outer.defaults["momentum"] and self._network.rank == 0:
+        if waits and self.outer.defaults["momentum"] and self._ranks.rank == 0:
             log.warn_once(
                 "local steps: residuals act as momentum, and the outer optimizer adds its own, so training may "
                 "diverge; use outer=None, or a method without error feedback, such as qsgd"
@@ -196,12 +196,12 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         schedule = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing, "warmup": warmup}
         for fragment in self.fragments:
             fragment.optimizer = self.outer
-            fragment.compressor = self._network.compressor(plan, fragment.anchors)
+            fragment.compressor = self._ranks.compressor(plan, fragment.anchors)
             fragment.compressor._require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
         # Buffers that contain Inf or NaN from the beginning, such as attention masks, are left out
         if finite := [name for name, each in _buffers_of(model).items() if each.isfinite().all()]:
             buffers = Fragment(partial(_buffers_of, model), finite, offsets[-1])
-            buffers.compressor = self._network.compressor(plan_of("none"), buffers.anchors)
+            buffers.compressor = self._ranks.compressor(plan_of("none"), buffers.anchors)
             self.fragments.append(buffers)
         # Weights that the program has changed since the last step, e.g. by loading them, are no progress of training.
         # An embedding with max_norm changes its weight in the forward pass
@@ -234,7 +234,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
             with contextlib.suppress(FileNotFoundError):
                 self.load(self.checkpoint)
 
-    def _network_of(self, driver: str | None, group: Any) -> Network:
+    def _ranks_of(self, driver: str | None, group: Any) -> Ranks:
         raise NotImplementedError
 
     def __exit__(self, *error: object) -> None:
@@ -392,8 +392,8 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
     def _find_changes(self) -> bool:
         """Return whether some rank's parameters were changed by the program; collective."""
         with self.fragments[0].compressor.watchdog.rendezvous("every rank's exchange"):
-            changed = bool(self._network.largest(torch.tensor([self._changed], device=self._device).byte()))
-        if changed and self._network.rank == 0:
+            changed = bool(self._ranks.largest(torch.tensor([self._changed], device=self._device).byte()))
+        if changed and self._ranks.rank == 0:
             log.LOGGER.warning(
                 "step %d: the program has changed the weights of some rank between two steps, such as by loading "
                 "them; this exchange averages them uncompressed, without the outer optimizer",
@@ -435,7 +435,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
 
     def _end(self, fragment: Fragment, mixing: float, compressed: bool = True) -> None:
         """Apply the result of an exchange."""
-        if not fragment.end(compressed, mixing) and self._network.rank == 0:
+        if not fragment.end(compressed, mixing) and self._ranks.rank == 0:
             log.LOGGER.warning(
                 "step %d: a parameter or buffer is Inf or NaN on some rank; all ranks go on from the last exchange",
                 self.steps,
@@ -566,7 +566,7 @@ def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dic
     return list(parts.values())
 
 
-def _broadcast(network: Network, tensor: torch.Tensor) -> None:
+def _broadcast(network: Ranks, tensor: torch.Tensor) -> None:
     """Copy a tensor from rank 0 to all ranks, as bytes, because Horovod does not know every dtype."""
     data = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     if network.rank:

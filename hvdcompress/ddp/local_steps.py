@@ -20,7 +20,7 @@ from hvdcompress.engine.telemetry import log
 from hvdcompress.plan import Plan
 
 
-class TorchNetwork:
+class TorchRanks:
     """torch.distributed: all ranks, unless a process group is given."""
 
     def __init__(self, group: Any):
@@ -64,11 +64,11 @@ class CountedLocalSteps(ParameterExchange):
             "SyncBatchNorm": any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules()),
         }
         for option, found in costs.items():
-            if found and self._network.rank == 0:
+            if found and self._ranks.rank == 0:
                 log.warn_once(f"local steps: {option} communicates in every step; training is faster without it")
 
-    def _network_of(self, driver: str | None, group: Any) -> TorchNetwork:
-        return TorchNetwork(group)
+    def _ranks_of(self, driver: str | None, group: Any) -> TorchRanks:
+        return TorchRanks(group)
 
     def _receive(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Communication hook: leave the gradients of a bucket as they are."""
@@ -82,10 +82,11 @@ class CountedLocalSteps(ParameterExchange):
 
     def _before_forward(self, module: torch.nn.Module) -> None:
         """Exchange what is due. An evaluation may run on one rank alone, so it exchanges nothing."""
-        # A model in evaluation mode is trained if there are more backward passes since its last forward pass
-        if torch.is_grad_enabled() and (module.training or self._counted > 1):
+        # A model in evaluation mode is trained if there are more backward passes since its last forward pass. After a
+        # validation, Lightning 2.6 leaves the DDP module itself in evaluation mode
+        if torch.is_grad_enabled() and (self.model.training or self._counted > 1):
             self._catch_up()
-        elif not module.training:
+        elif not self.model.training:
             self._warn_between_exchanges("evaluated")
 
     def _catch_up(self) -> None:

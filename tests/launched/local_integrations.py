@@ -23,6 +23,7 @@ framework, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
 torch.manual_seed(0)
 INPUTS, LABELS = torch.randn(32, 20), torch.randint(0, 3, (32,))
+evaluations: list[int] = []
 agree: list[bool] = []  # after each step, whether the ranks have the same parameters
 
 
@@ -38,6 +39,13 @@ def step_and_compare(local: CountedLocalSteps) -> bool:
     first, second = everyone(next(local.model.parameters()).detach().clone())
     agree.append(torch.equal(first, second))
     return worked
+
+
+def check_equal(layer: torch.nn.Linear) -> None:
+    """Check in an evaluation that all ranks have the same parameters."""
+    first, second = everyone(layer.weight.detach().clone())
+    assert torch.equal(first, second), "ranks evaluate different models"
+    evaluations.append(0)
 
 
 def layer_of() -> torch.nn.Linear:
@@ -59,6 +67,9 @@ def lightning(checkpoint: Path | None) -> torch.nn.Linear:
         def training_step(self, batch: Any) -> torch.Tensor:
             return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
 
+        def validation_step(self, batch: Any) -> None:
+            check_equal(self.layer)
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
@@ -74,7 +85,7 @@ def lightning(checkpoint: Path | None) -> torch.nn.Linear:
     )
     model = Net()
     data = DataLoader(TensorDataset(INPUTS, LABELS), batch_size=4)
-    trainer.fit(model, data, ckpt_path=checkpoint and checkpoint / "epoch=0.ckpt")
+    trainer.fit(model, data, data, ckpt_path=checkpoint and checkpoint / "epoch=0.ckpt")
     return model.layer
 
 
@@ -89,6 +100,8 @@ def transformers(checkpoint: Path | None) -> torch.nn.Linear:
             self.layer = layer_of()
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            if not self.training:
+                check_equal(self.layer)
             return {"loss": torch.nn.functional.cross_entropy(self.layer(x), labels)}
 
     arguments = TrainingArguments(
@@ -97,13 +110,15 @@ def transformers(checkpoint: Path | None) -> torch.nn.Linear:
         per_device_train_batch_size=4,
         learning_rate=0.01,
         save_steps=4,
+        eval_strategy="steps",
+        eval_steps=2,
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
     )
     data = [{"x": x, "labels": y} for x, y in zip(INPUTS, LABELS, strict=True)]
-    trainer = Trainer(Net(), arguments, train_dataset=data)
+    trainer = Trainer(Net(), arguments, train_dataset=data, eval_dataset=data[:4])
     trainer.add_callback(CompressionCallback(trainer, local_steps=EVERY, **SETTINGS))
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint / "checkpoint-4"))
     return trainer.model.layer
@@ -145,6 +160,7 @@ run: Callable[[Path | None], torch.nn.Linear] = {
 step = CountedLocalSteps.step
 CountedLocalSteps.step = step_and_compare  # type: ignore[method-assign]
 states = [run(given).state_dict() for given in (None, folder)]
+assert evaluations or framework == "accelerate"
 # A step is counted in the next forward pass: the fourth one by both trainings
 assert agree == [step % EVERY == 0 for step in (*range(1, STEPS + 1), *range(4, STEPS + 1))], agree
 for rank, (whole, resumed) in enumerate(everyone(states)):

@@ -12,7 +12,7 @@ from hvdcompress.horovod.torch.compressor import Compressor
 from hvdcompress.plan import Plan
 
 
-class HorovodNetwork:
+class HorovodRanks:
     """Horovod: all ranks, unless a process set is given."""
 
     def __init__(self, process_set: Any):
