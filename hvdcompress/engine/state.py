@@ -374,7 +374,7 @@ class RankState:
         state, index = self.find(name)
         shape = state.bucket.members[index].shape
         flat = self.flat_residual(name)
-        return np.zeros(shape, np.float32) if flat is None else np.array(flat).reshape(shape)
+        return np.zeros(shape, np.float32) if flat is None else np.asarray(flat).reshape(shape).copy()
 
     def warn_about_unused(self, specs: Sequence[TensorSpec] = ()) -> None:
         """Warn on rank 0 about rules that match no tensor, and about loaded state that no tensor uses.
