@@ -39,7 +39,8 @@ class LocalSteps(ParameterExchange):
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. "auto"
             is QSGD. The momentum of the outer optimizer is kept, unless a rule or ``settings`` have
             ``optimizer_momentum``.
-        outer: ``lr``, ``momentum`` and ``nesterov`` of the outer SGD; None to average the parameters.
+        outer: ``lr``, ``momentum`` and ``nesterov`` of the outer SGD; None to average the parameters. "auto" is
+            (0.7, 0.9, True), as in DiLoCo's paper, if SGD trains the model, and None with other optimizers.
         fragments: number of parts of the model. One of them is exchanged every ``every / fragments`` steps.
         delay: steps from the beginning of an exchange to the use of its result. During these steps, training goes on.
         mixing: share of a rank's own parameters when a result is applied (α in Streaming DiLoCo).

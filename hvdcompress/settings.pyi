@@ -71,7 +71,7 @@ class DriverSettings(Settings, total=False):
 class LocalStepsSettings(Settings, total=False):
     """The same, and the settings of local steps."""
 
-    outer: Mapping[str, Any] | None
+    outer: Mapping[str, Any] | Literal["auto"] | None
     fragments: int
     delay: int
     mixing: float

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.distributed.algorithms.join import Joinable
@@ -36,6 +36,7 @@ from hvdcompress.method import Method
 from hvdcompress.plan import Plan, plan_of
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  #: the outer optimizer of DiLoCo's paper (section 3.1)
+AVERAGES = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  #: an outer optimizer that averages the parameters
 
 
 class Fragment:
@@ -137,7 +138,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         *,
         every: int,
         method: str | Method | Plan | Mapping[str, Any] = "auto",
-        outer: Mapping[str, Any] | None = OUTER,
+        outer: Mapping[str, Any] | Literal["auto"] | None = "auto",
         fragments: int = 1,
         delay: int = 0,
         mixing: float = 0.0,
@@ -161,8 +162,6 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         self.optimizer = optimizer
         self._optimizers: list[torch.optim.Optimizer] = []  # those that train the parameters, as far as known
         self._unloaded: list[dict[str, Any]] = []  # saved states of optimizers that have not taken a step yet
-        if optimizer:
-            self._add_optimizer(optimizer)
         self.every = every
         self.delay = delay
         self.mixing = mixing
@@ -182,22 +181,22 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         offsets = [(number + 1) * every // len(parts) % every for number in range(len(parts))]
         self.fragments = [Fragment(lambda: parameters, *each) for each in zip(parts, offsets, strict=True)]
         anchors = [anchor for fragment in self.fragments for anchor in fragment.anchors.values()]
-        self.outer = torch.optim.SGD(anchors, **({"lr": 1.0} if outer is None else outer))  # 1.0: the average
+        self._chooses_outer = outer == "auto"
+        self.outer = torch.optim.SGD(anchors, **(OUTER if outer == "auto" else AVERAGES if outer is None else outer))
         plan = plan_of("qsgd" if method == "auto" else method, **{"optimizer_momentum": "keep", **settings})
-        waits = any(
+        self._has_residuals = any(
             each.feedback != "none" and each.optimizer_momentum == "keep" and (each.sparse or each.delay > 1)
             for each in plan.methods
         )
-        if waits and self.outer.defaults["momentum"] and self._ranks.rank == 0:
-            log.warn_once(
-                "local steps: residuals act as momentum, and the outer optimizer adds its own, so training may "
-                "diverge; use outer=None, or a method without error feedback, such as qsgd"
-            )
-        schedule = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing, "warmup": warmup}
+        if optimizer:
+            self._add_optimizer(optimizer)
+        schedule: dict[str, Any] = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing}
+        schedule["warmup"] = warmup
+        schedule["outer"] = dict(sorted(outer.items())) if isinstance(outer, Mapping) else outer
         for fragment in self.fragments:
             fragment.optimizer = self.outer
             fragment.compressor = self._ranks.compressor(plan, fragment.anchors)
-            fragment.compressor._require_equal(local_steps={**schedule, "outer": outer and dict(sorted(outer.items()))})
+            fragment.compressor._require_equal(local_steps=schedule)
         # Buffers that contain Inf or NaN from the beginning, such as attention masks, are left out
         if finite := [name for name, each in _buffers_of(model).items() if each.isfinite().all()]:
             buffers = Fragment(partial(_buffers_of, model), finite, offsets[-1])
@@ -355,7 +354,22 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
             raise ValueError("hvd.DistributedOptimizer exchanges gradients in every step: give a plain optimizer")
         if isinstance(optimizer, Joinable):
             raise ValueError("ZeroRedundancyOptimizer exchanges parameters in every step: give a plain optimizer")
-        self._optimizers.append(unwrapped(optimizer))
+        inner = unwrapped(optimizer)
+        self._optimizers.append(inner)
+        if self._chooses_outer and not isinstance(inner, torch.optim.SGD):
+            # With AdamW, two small transformers end 0.36 and 0.41 bits worse with DiLoCo's (docs/guides/local-steps.md)
+            for group in self.outer.param_groups:
+                group.update(AVERAGES)
+        if self._ranks.rank:
+            return
+        if self._chooses_outer:
+            kind = "has momentum" if self.outer.param_groups[0]["momentum"] else "averages"
+            log.info_once(f"local steps: the outer optimizer {kind}, because the inner one is {type(inner).__name__}")
+        if self._has_residuals and self.outer.param_groups[0]["momentum"]:
+            log.warn_once(
+                "local steps: residuals act as momentum, and the outer optimizer adds its own, so training may "
+                "diverge; use outer=None, or a method without error feedback, such as qsgd"
+            )
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Optimizer pre-step hook: notice changes of the parameters, and load the optimizer's saved state."""

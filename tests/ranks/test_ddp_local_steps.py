@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdcompress import ddp
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.fallback import Fallback, Verdict
-from hvdcompress.local_steps import LocalSteps
+from hvdcompress.local_steps import OUTER, LocalSteps
 from tests.ranks.checks import FOLDER, logged
 
 pytestmark = pytest.mark.drivers("ddp")
@@ -429,3 +429,20 @@ def test_the_summary_of_auto_estimates_local_steps(driver):
         computing = compressor.rank_state.times.mean().computing
         local = 1e3 * (computing + (2.0 - computing) / 30)
         assert f"local_steps = 30: about {local:.1f} ms" in compressor.summary()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "both"])
+def test_the_outer_optimizer_suits_the_inner_one(driver, kind):
+    """By default, exchanges under Adam average the parameters; a given outer optimizer is kept."""
+    makers = {
+        "SGD": lambda net: [torch.optim.SGD(net.parameters(), lr=0.05)],
+        "AdamW": lambda net: [torch.optim.AdamW(net.parameters(), lr=0.01)],
+        "both": two_optimizers,
+    }
+    plain = {"method": "none", "optimizers": makers[kind]}
+    auto, averages, diloco = (
+        Training(driver, True, **plain, **outer).run().end() for outer in ({}, {"outer": None}, {"outer": OUTER})
+    )
+    want, other = (diloco, averages) if kind == "SGD" else (averages, diloco)
+    assert all(torch.equal(auto[name], tensor) for name, tensor in want.items())
+    assert any(not torch.equal(auto[name], tensor) for name, tensor in other.items())

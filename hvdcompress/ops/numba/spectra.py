@@ -67,5 +67,7 @@ class SpectrumOps(NumpyOps):
             wave = np.multiply(part, np.float32(forward_scale(length, block)), out=pool.empty(part.size, np.float32))
             spectra.append(self.fft.rfft(wave.reshape(-1, length), overwrite_x=True).ravel())
         pairs = joined(spectra)
-        index = self.top_k(np.abs(pairs, out=pool.empty(pairs.size, np.float32)), k)
+        squares = np.square(pairs.real, dtype=np.float64)  # the magnitudes are rounded once, as in the reference
+        squares += np.square(pairs.imag, dtype=np.float64)
+        index = self.top_k(np.sqrt(squares, out=squares).astype(np.float32), k)
         return Sparse(index, pairs[index].view(np.float32))
