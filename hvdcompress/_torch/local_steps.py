@@ -463,7 +463,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as bytes, ``{"rank-3-of-4": …}``, as a Compressor does.
 
-        It has steps, model, both optimizers, anchors, residuals, and the results of exchanges in flight, for which it
+        It has steps, model, all optimizers, anchors, residuals, and the results of exchanges in flight, for which it
         waits.
 
         Raises:
@@ -580,10 +580,10 @@ def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dic
     return list(parts.values())
 
 
-def _broadcast(network: Ranks, tensor: torch.Tensor) -> None:
+def _broadcast(ranks: Ranks, tensor: torch.Tensor) -> None:
     """Copy a tensor from rank 0 to all ranks, as bytes, because Horovod does not know every dtype."""
     data = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-    if network.rank:
+    if ranks.rank:
         data.zero_()
     if len(data):
-        tensor.detach().copy_(network.largest(data).view(tensor.dtype).view(tensor.shape))
+        tensor.detach().copy_(ranks.largest(data).view(tensor.dtype).view(tensor.shape))

@@ -30,7 +30,7 @@ from hvdcompress.parts.momentum import Moment, heavy_ball
 from hvdcompress.plan import Bucket, Plan
 
 Op = Literal["average", "sum"]
-EVERY = 30  #: steps between exchanges of parameters, in an estimate of the time of local steps
+EVERY = 30  #: steps between exchanges of parameters, in estimates of local steps; their guide has accuracies for it
 
 
 class Compressor:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hvdcompress.cli.advise.measure import Measured
 from hvdcompress.cli.advise.ranks import ALONE, DENSE
 from hvdcompress.cli.numbers import HEADERS, duration
+from hvdcompress.engine.compressor import EVERY
 
 LITTLE = 0.05  #: part of a step that a method has to save; the threshold is ours
-EVERY = 30  #: steps between exchanges of parameters, for which docs/guides/local-steps.md has accuracies
 
 
 def choose(found: Sequence[Measured]) -> Measured:
