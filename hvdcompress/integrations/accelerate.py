@@ -20,7 +20,7 @@ import torch
 
 from hvdcompress import ddp
 from hvdcompress.ddp.local_steps import CountedLocalSteps
-from hvdcompress.integrations import rank_files
+from hvdcompress.integrations import attached, rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 
@@ -66,9 +66,7 @@ def attach(
             f"accelerate uses {accelerator.distributed_type.value}, not DistributedDataParallel; configure it for "
             "multi-GPU or multi-CPU training"
         )
-    scaled = accelerator.scaler and not settings.get("local_steps")
-    known: dict[str, Any] = {"loss_scale": accelerator.scaler.get_scale} if scaled else {}
-    compressor = ddp.attach(model, method, **{**known, **settings})
+    compressor = attached(model, method, accelerator.scaler, settings)
 
     def number_of(models: list[torch.nn.Module]) -> int:
         return next(number for number, each in enumerate(models) if any(each is inner for inner in model.modules()))

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp, registry
 from hvdcompress.ddp.local_steps import CountedLocalSteps
-from hvdcompress.integrations import rank_files
+from hvdcompress.integrations import attached, rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 
@@ -80,8 +80,7 @@ class CompressedDDP(DDPStrategy):
         if self.compressor:
             self.compressor.close()
         scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = {"loss_scale": scaler.get_scale} if scaler and not self.settings.get("local_steps") else {}
-        self.compressor = ddp.attach(self.model, self.method, **{**scale, **self.settings})
+        self.compressor = attached(self.model, self.method, scaler, self.settings)
 
     def _synchronized(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for the parameters of the last exchange, if there are local steps."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from hvdcompress import ddp
 from hvdcompress.ddp.local_steps import CountedLocalSteps
-from hvdcompress.integrations import rank_files
+from hvdcompress.integrations import attached, rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 
@@ -76,9 +76,7 @@ class CompressionCallback(TrainerCallback):
         model = self.trainer.model_wrapped
         if self.compressor is None or self._model is not model:
             _refuse_one_process(args)
-            scaler = self.trainer.accelerator.scaler
-            scale = {"loss_scale": scaler.get_scale} if scaler and not self.settings.get("local_steps") else {}
-            self.compressor = ddp.attach(model, self.method, **{**scale, **self.settings})
+            self.compressor = attached(model, self.method, self.trainer.accelerator.scaler, self.settings)
             self._model = model
         if state.global_step:
             rank_files.load(self.compressor, _folder(self.resume_from or _checkpoint(args, state)))
