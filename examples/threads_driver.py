@@ -12,7 +12,7 @@ import numpy as np
 from hvdcompress.engine import compressor, lockstep
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.levels import network_over
-from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.step import Step
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import IN_ORDER, plan_of
 
@@ -74,7 +74,7 @@ class Compressor(compressor.Compressor):
         specs = [TensorSpec(name, array.shape) for name, array in gradients.items()]
         config = SharedConfig(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
         self.rank_state.begin_round()
-        step = self._step = Step(self.rank_state, self._network, config, Agree.FIRST_AND_LAST)
+        step = self._step = Step(self.rank_state, self._network, config)
         step.factor = 1.0 / self.rank_state.world_size
         try:
             step.send_status()

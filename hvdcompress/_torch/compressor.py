@@ -22,7 +22,7 @@ from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.saving.snapshot import Ages
-from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.step import Step
 from hvdcompress.engine.telemetry import log
 from hvdcompress.loopback import warm_up
 from hvdcompress.method import TensorSpec
@@ -269,10 +269,10 @@ class TensorCompressor(compressor.Compressor):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _open_step(self, config: SharedConfig, agree: Agree) -> Step:
+    def _open_step(self, config: SharedConfig) -> Step:
         self._framework.begin()
         undo()  # an optimizer's step has failed, or was interrupted
-        step = super()._open_step(config, agree)
+        step = super()._open_step(config)
         step.unused = set(self._frozen)
         return step
 

@@ -19,7 +19,7 @@ from hvdcompress.engine.rehearsal import gathers
 from hvdcompress.engine.safety.watchdog import Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import Agree, Framework, Step, evaluate_loss_scale
+from hvdcompress.engine.step import Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, log_to, openmetrics
 from hvdcompress.engine.telemetry.ledger import Ledger
@@ -179,9 +179,9 @@ class Compressor:
         """Return whether the ranks of this Compressor are gone, as after a reset of elastic training."""
         return False
 
-    def _open_step(self, config: SharedConfig, agree: Agree) -> Step:
+    def _open_step(self, config: SharedConfig) -> Step:
         """Open a step with the current loss scale, whose error is deferred."""
-        step = self._step = Step(self.rank_state, self._network, config, agree, self._framework)
+        step = self._step = Step(self.rank_state, self._network, config, self._framework)
         with step.defer_errors():
             step.loss_scale = evaluate_loss_scale(self.loss_scale)
         return step
@@ -197,7 +197,7 @@ class Compressor:
             add: function that adds all gradients to the step.
             error: an error in the input of this rank.
         """
-        step = self._open_step(config, Agree.FIRST_AND_LAST)
+        step = self._open_step(config)
         step.factor = factor
         step.error = error or step.error
         try:

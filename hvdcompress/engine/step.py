@@ -1,8 +1,8 @@
 """One step on one rank, from the first gradient to the commit.
 
 A driver creates a :class:`Step`, passes gradients to :meth:`Step.add`, and calls :meth:`Step.finish`. A driver that has
-all gradients at once calls :meth:`Step.run` instead. Networks differ in two values: whether they match collectives by
-order or by name (``transport.ordered``), and when the ranks agree (:class:`Agree`).
+all gradients at once calls :meth:`Step.run` instead. Networks differ in one value: whether they match collectives by
+order or by name (``transport.ordered``). It also determines when the ranks agree.
 
 With two levels (``levels.py``), a bucket passes through three networks, and the ranks of a node must start its way back
 in the same order; apart from that, both kinds of exchanges are driven alike.
@@ -11,13 +11,13 @@ Why the ranks agree, and why at these points. A step must have the same effect o
 residual and another one discards it, they diverge without an error. So each rank tells the others in a *status* whether
 it has failed, whether its gradients are finite, and what it believes about plan, tensors, steps and loss scale.
 
-- Ordered networks match the n-th collective of a rank with the n-th of the others. If plans differ, payloads of
-  different lengths meet, and gloo and MPI truncate them or hang. So a status precedes the first collective. It is sent
-  before the gradients exist, to overlap with the backward pass, and cannot tell whether they are finite; so a second
-  status follows the last collective.
-- Networks that match by name start collectives in the order of hooks, which differs between ranks, so no status can
-  precede all of them. One status is sent when all exchanges are in flight, before this rank waits for any of them: a
-  rank that failed may never start its part.
+- Ordered networks (MPI, torch.distributed) match the n-th collective of a rank with the n-th of the others. If plans
+  differ, payloads of different lengths meet, and gloo and MPI truncate them or hang. So a status precedes the first
+  collective. It is sent before the gradients exist, to overlap with the backward pass, and cannot tell whether they are
+  finite; so a second status follows the last collective, and all ranks keep or discard the step.
+- Networks that match by name (Horovod) start collectives in the order of hooks, which differs between ranks, so no
+  status can precede all of them. One status is sent when all exchanges are in flight, before this rank waits for any of
+  them: a rank that failed may never start its part.
 
 What was tried: one status at the end (a rank with another plan hung in the first collective); waiting for one tensor
 after the other (a deadlock if ranks start them in different orders); a status for each tensor (it costs as much as the
@@ -36,7 +36,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from enum import Enum
 from math import isfinite
 from typing import Any
 
@@ -84,17 +83,6 @@ def evaluate_loss_scale(loss_scale: float | Callable[[], float]) -> float:
     return scale
 
 
-class Agree(Enum):
-    """When the ranks exchange the status of a step."""
-
-    FIRST_AND_LAST = "before the first collective, and after the last"
-    """For networks that match collectives by order and cannot cancel them (MPI, torch.distributed). The first status
-    prevents collectives that other ranks do not expect. The last one makes all ranks keep or discard the step."""
-    BEFORE_WAITING = "once all exchanges are in flight, before waiting for any of them"
-    """For networks that match collectives by name (Horovod). A collective whose name not every rank uses is
-    abandoned."""
-
-
 class Framework:
     """Functions of a driver's framework that the engine calls. The defaults are for NumPy."""
 
@@ -121,7 +109,6 @@ class Step:
         local: the state of this rank.
         network: the collectives of this rank, of :func:`~hvdcompress.engine.levels.network_over`.
         config: plan and tensors, which must be equal on all ranks.
-        agree: when the ranks agree; None if the driver compares the status itself.
         framework: the functions of the driver's framework.
 
     Attributes:
@@ -131,7 +118,7 @@ class Step:
         error: the first deferred error of this rank; the status tells the other ranks.
         factor: factor of sums over ranks: 1/world_size for an average, 1 for a sum; None until it is known.
         used: for each tensor in ``config.tensors``, whether this rank had a gradient; None if all tensors had one. A
-            tensor without a gradient on any rank keeps its state. Only with ``Agree.FIRST_AND_LAST``.
+            tensor without a gradient on any rank keeps its state. Only with an ordered transport.
         votes: timings of this rank for the fallback, sent with its last status; all ranks send equally many.
         max_votes: the maximum of each vote over all ranks, after the step.
         checksums: {name: checksum} of this rank, after :meth:`status`, in a step that compares checksums.
@@ -145,13 +132,11 @@ class Step:
         local: RankState,
         network: Network,
         config: SharedConfig,
-        agree: Agree | None = None,
         framework: Framework = Framework(),  # noqa: B008  (it has no state)
     ):
         self.rank_state = local
         self.network = network
         self.collectives = network["world"]
-        self.agree = agree
         self.framework = framework
         self.config = replace(config, plan={**config.plan, "paused": True}) if local.paused else config
         self.votes = [] if local.uncompressed else local.fallback.votes()
@@ -176,7 +161,7 @@ class Step:
         self._device_flags: dict[Any, Flag] = {}  # {device: whether its gradients are finite}, not read yet
         # Whether another status of this step follows, which will report errors. With two levels, a second one tells
         # whether the sums of the nodes are finite
-        self._agrees_again = local.nodes is not None and agree is Agree.BEFORE_WAITING
+        self._agrees_again = local.nodes is not None and not self.collectives.ordered
         self._last_poll = 0.0  # time of the last poll()
 
     # -- adding gradients ----------------------------------------------------------------------------------
@@ -222,7 +207,7 @@ class Step:
             self._to_return.append(exchange)
         # On a device the flag stays a tensor here. Reading it would synchronise with the device once per bucket.
         self._note_finite(exchange.finite)
-        if self.agree is Agree.FIRST_AND_LAST:
+        if self.collectives.ordered:
             self.receive_status()  # it was in flight while the first bucket was encoded
         self._submit(exchange)
         # MPI transfers data only inside MPI calls, so poke the oldest collective while this rank is busy encoding
@@ -336,11 +321,11 @@ class Step:
 
     def send_status(self) -> None:
         """Start sending this rank's status to all ranks, without waiting."""
-        if self.agree is Agree.BEFORE_WAITING:
+        if not self.collectives.ordered:
             with self.defer_errors():
                 self._refuse_missing()
         self._error_text = text_of(self.error)
-        votes = self.votes if self.agree is Agree.BEFORE_WAITING else []
+        votes = [] if self.collectives.ordered else self.votes
         numbers = np.array([*self.status().numbers(), *votes], np.float64)
         self._first_status = self.collectives.start("status", 0, AllReduce(numbers, "max"))
 
@@ -442,7 +427,7 @@ class Step:
         self._refuse_missing()
         self._drain()
         # The first status was sent before the gradients, so only the last one can tell whether they are finite
-        if self.agree is Agree.FIRST_AND_LAST:
+        if self.collectives.ordered:
             self._read_device_flags()
             last = np.array([not self.finite, *self.votes, *(self.used or ())], np.float64)
             non_finite, *others = self.collectives.run("status", AllReduce(last, "max"), 1).tolist()
@@ -457,7 +442,7 @@ class Step:
         """Wait for the reduced status if it was sent, and apply it; see :meth:`receive_status`."""
         # Until the status is there, process results that happen to be ready, but do not wait for any of them: a rank
         # that failed may never start its part.
-        if self.agree is Agree.BEFORE_WAITING:
+        if not self.collectives.ordered:
             while self._first_status and not self.collectives.ready(self._first_status):
                 with self.defer_errors():
                     self._advance_any()
@@ -468,7 +453,7 @@ class Step:
         for exchange in self.exchanges.values():
             if exchange.stage is Stage.FILLING:
                 raise RuntimeError(f"{exchange.describe_missing()}; add them, or call fill_missing()")
-        if self.agree is Agree.FIRST_AND_LAST and self.exchanges and self.factor is None:
+        if self.collectives.ordered and self.exchanges and self.factor is None:
             raise RuntimeError("step.factor is not set; set it to 1/world_size for an average or 1 for a sum")
 
     def _drain(self) -> None:

@@ -29,7 +29,7 @@ from hvdcompress.engine.intake import SMALL
 from hvdcompress.engine.levels import Network, network_over
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.step import Step
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.process_sets import has_changed, number_compressor
@@ -322,7 +322,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _begin_step(self) -> Step:
         self._note_frozen()
         self.rank_state.begin_round()
-        step = self._open_step(self._config, Agree.BEFORE_WAITING)
+        step = self._open_step(self._config)
         with step.defer_errors():
             self.watchdog.endpoint()  # this starts the watchdog
         return step

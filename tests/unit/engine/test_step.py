@@ -12,7 +12,7 @@ from hvdcompress.engine.agreement import PeerError, SharedConfig
 from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.levels import network_over
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.step import Step
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.methods.qsgd import QSGD
@@ -36,17 +36,17 @@ class Driver:
     def reduce(
         self, given: dict[str, np.ndarray], config: SharedConfig = CONFIG, error: Exception | None = None
     ) -> dict[str, np.ndarray]:
-        agree = Agree.FIRST_AND_LAST if self.network["world"].ordered else Agree.BEFORE_WAITING
-        step = Step(self.rank_state, self.network, config, agree)
+        ordered = self.network["world"].ordered
+        step = Step(self.rank_state, self.network, config)
         step.factor = 1.0 / self.rank_state.world_size
         step.error = error
         outs = {name: np.empty_like(g) for name, g in given.items()}
-        if agree is Agree.FIRST_AND_LAST:
+        if ordered:
             step.send_status()
         for bucket in self.plan.buckets(TensorSpec(name, g.shape) for name, g in given.items()) if not error else ():
             members = [given[m.name].ravel() for m in bucket.members]
             step.add(bucket, range(len(members)), members, [outs[m.name].reshape(-1) for m in bucket.members])
-        if agree is Agree.BEFORE_WAITING:
+        if not ordered:
             step.send_status()
         step.finish()
         return outs
@@ -203,14 +203,14 @@ def test_all_ranks_raise_one_message_that_names_the_cause(
     assert len({str(one) for one in found}) == 1 and words in str(found[0])
 
 
-def step_of_one_rank(agree: Agree | None = None) -> tuple[Step, Any]:
+def step_of_one_rank(ordered: bool = False) -> tuple[Step, Any]:
     """Return a step of a single rank, and a bucket of two tensors."""
     plan = plan_of("topk", min_elements=1, density=0.5, bucket_elements=1000)
     (bucket,) = plan.buckets([TensorSpec("a", (4,)), TensorSpec("b", (6,))], IN_ORDER)
     local = RankState(plan, 0, 1)
-    transport = ThreadTransport(0, Medium(1, agree is Agree.FIRST_AND_LAST))
-    step = Step(local, network_over(transport, local.observers), CONFIG, agree)
-    if agree is Agree.FIRST_AND_LAST:
+    transport = ThreadTransport(0, Medium(1, ordered))
+    step = Step(local, network_over(transport, local.observers), CONFIG)
+    if ordered:
         step.send_status()
     return step, bucket
 
@@ -225,12 +225,12 @@ def test_the_first_deferred_error_is_kept() -> None:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("agree", Agree)
-def test_a_missing_gradient_is_named(agree: Agree) -> None:
-    step, bucket = step_of_one_rank(agree)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_missing_gradient_is_named(ordered: bool) -> None:
+    step, bucket = step_of_one_rank(ordered)
     step.factor = 1.0
     step.add(bucket, [1], [np.ones(6, np.float32)])
-    if agree is Agree.BEFORE_WAITING:
+    if not ordered:
         step.send_status()  # tells the other ranks
         assert "no gradient of 'a'" in str(step.error)
     with pytest.raises((RuntimeError, PeerError), match="no gradient of 'a'"):
@@ -238,7 +238,7 @@ def test_a_missing_gradient_is_named(agree: Agree) -> None:
 
 
 def test_a_factor_that_was_not_set_is_an_error() -> None:
-    step, bucket = step_of_one_rank(Agree.FIRST_AND_LAST)
+    step, bucket = step_of_one_rank(ordered=True)
     step.add(bucket, [0, 1], [np.ones(4, np.float32), np.ones(6, np.float32)])
     with pytest.raises(RuntimeError, match=r"step.factor"):
         step.finish()
