@@ -19,12 +19,11 @@ import numpy as np
 
 import hvdcompress.ops
 from hvdcompress.engine import late, lockstep
-from hvdcompress.engine.agreement import SharedConfig, Status
+from hvdcompress.engine.agreement import SharedConfig, Status, compare_checksums
 from hvdcompress.engine.arrays import plain_array
 from hvdcompress.engine.compressor import Op
 from hvdcompress.engine.levels import network_over
 from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
-from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, log_to, openmetrics
@@ -117,9 +116,9 @@ class Loopback:
         try:
             for bucket in buckets:
                 self._exchange(bucket, network, steps, gradients, outs)
-            reduced = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
+            reduced = Status(*np.max([step.status() for step in steps], axis=0).tolist())
             local_size = self.nodes.local_size if self.nodes else 1
-            verify.compare([step.checksums for step in steps], self.ranks[0].steps_done(), local_size)
+            compare_checksums([step.checksums for step in steps], self.ranks[0].steps_done(), local_size)
         except BaseException:
             for step in steps:
                 step.abandon()

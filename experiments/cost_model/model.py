@@ -163,7 +163,7 @@ def two_levels(
 
 def _own_collectives(driver: Driver, placeholders: int, world_size: int) -> Begun:
     """Return a driver's own collectives of a step: statuses, and under Horovod so many placeholders."""
-    status = Request.of("AllReduce", "float64", 8 * len(Status().numbers()), world_size)
+    status = Request.of("AllReduce", "float64", 8 * len(Status._fields), world_size)
     # A probe of 8 bytes, by which the PyTorch driver tells Average from Sum
     placeholder = Request.of("AllReduce", "float32", 8, world_size)
     statuses = [(-1 - number, [status]) for number in range(STATUSES[driver])]

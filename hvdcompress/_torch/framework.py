@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import hvdcompress.ops
-from hvdcompress.engine.safety import verify
+from hvdcompress.engine.agreement import checksum, shared_slots
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Framework, Step
 from hvdcompress.plan import Bucket
@@ -91,8 +91,8 @@ class TorchFramework(Framework):
         checksums = {}
         for name, parameter in self.parameters.items():
             memory = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
-            checksums[f"parameter {name!r}"] = verify.checksum(memory.cpu().numpy())
-        return checksums | verify.shared_slots(local.states.values(), to_host)
+            checksums[f"parameter {name!r}"] = checksum(memory.cpu().numpy())
+        return checksums | shared_slots(local.states.values(), to_host)
 
 
 def to_host(array: Any) -> Any:

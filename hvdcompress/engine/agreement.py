@@ -1,4 +1,4 @@
-"""Agreement of the ranks in a step: shared configuration, the status of a step, and the errors of disagreement.
+"""Agreement of the ranks in a step: shared configuration, status, checksums, and the errors of disagreement.
 
 Ranks exchange one :class:`Status` per agreement, as an elementwise maximum. Only if it shows a difference do they
 gather texts, to raise the same :class:`PeerError` with the same message everywhere.
@@ -15,11 +15,17 @@ only because no loss scale is zero. A hash tells that something differs, not wha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isclose
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdcompress.engine.bucket_state import BucketState, declared_by_members, declared_slots
+from hvdcompress.method import Array
 
 
 class PeerError(RuntimeError):
@@ -117,14 +123,11 @@ def factor_of(probe: Sequence[float], world_size: int) -> float:
     )
 
 
-NUMBERS = 8  #: length of the array that encodes a status
+class Status(NamedTuple):
+    """State of a step: eight numbers, flags among them, of which the ranks take the maxima.
 
-
-@dataclass(frozen=True)
-class Status:
-    """State of a step, encoded in eight numbers that the ranks all-reduce with max.
-
-    The maximum of (f, −f) reveals any difference in f between ranks; an average could hide it.
+    A number f on which ranks must agree is accompanied by −f: the maximum of (f, −f) is (f, −f) again only if all ranks
+    have the same f; an average could hide a difference.
 
     Attributes:
         failed: whether this rank has an error; in a reduced status, whether any rank has one.
@@ -133,32 +136,24 @@ class Status:
         replaced: whether a state was loaded, released or regrouped, so that known payload lengths may differ between
             ranks; reduced: on any rank.
         state: :func:`fingerprint` of the values that must be equal on all ranks.
+        minus_state: −state.
         loss_scale: this rank's loss scale; reduced: the greatest.
-        alike: whether ``state`` is equal on all ranks.
-        least_loss_scale: the smallest loss scale of all ranks; None before the reduction.
+        minus_loss_scale: −loss_scale; reduced: minus the smallest.
     """
 
-    failed: bool = False
-    non_finite: bool = False
-    triggered: bool = False
-    replaced: bool = False
-    state: float = 0.0
-    loss_scale: float = 1.0
-    alike: bool = True
-    least_loss_scale: float | None = None
+    failed: float
+    non_finite: float
+    triggered: float
+    replaced: float
+    state: float
+    minus_state: float
+    loss_scale: float
+    minus_loss_scale: float
 
-    def numbers(self) -> list[float]:
-        """Return the status as eight numbers, to be all-reduced with max."""
-        # Under max, (f, −f) becomes (greatest f, −smallest f): equal magnitudes mean that all ranks have the same f
-        flags = map(float, (self.failed, self.non_finite, self.triggered, self.replaced))
-        return [*flags, self.state, -self.state, self.loss_scale, -self.loss_scale]
-
-    @classmethod
-    def of(cls, maxima: Sequence[float]) -> Status:
-        """Decode the elementwise maxima over all ranks."""
-        failed, non_finite, triggered, replaced = map(bool, maxima[:4])
-        high, low, scale, negative = maxima[4:]
-        return cls(failed, non_finite, triggered, replaced, high, scale, high == -low, -negative)
+    @property
+    def alike(self) -> bool:
+        """Whether ``state`` is equal on all ranks."""
+        return self.state == -self.minus_state
 
     def require_agreement(self) -> None:
         """Check a reduced status, after the configurations were compared and are equal.
@@ -168,6 +163,82 @@ class Status:
         """
         if not self.alike:
             raise PeerError("ranks disagree on the step number; load the state of the same step on every rank")
-        if self.least_loss_scale != self.loss_scale:
-            scales = f"it is {self.least_loss_scale} on one and {self.loss_scale} on another"
+        if self.loss_scale != -self.minus_loss_scale:
+            scales = f"it is {-self.minus_loss_scale} on one and {self.loss_scale} on another"
             raise PeerError(f"ranks disagree on the loss scale: {scales}; update it on all ranks in the same step")
+
+
+# -- detection of silent divergence, every ``verify_every`` steps -------------------------------------------------
+
+# The checksums of a rank enter the fingerprint in its status, so comparing them needs no additional collective. Only if
+# they differ are they gathered, and the error names the first difference. Compared are the parameters, if the driver
+# has any, and the shared slots of methods, such as PowerSGD's factor and GradiVeQ's basis.
+
+Host = Callable[[Array], "np.ndarray[Any, Any]"]  #: converts an array to a NumPy array in host memory
+
+
+def checksum(array: np.ndarray[Any, Any]) -> int:
+    """Return the CRC-32 of an array's bytes in C order. It is equal for bit-identical arrays."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def shared_slots(states: Iterable[BucketState], host: Host = np.asarray) -> dict[str, int]:
+    """Return {description: checksum} of the slots that methods declare as shared.
+
+    Args:
+        states: the bucket states of this rank.
+        host: converts an array to a NumPy array in host memory.
+    """
+    sums = {}
+    for state in states:
+        bucket = state.bucket
+        slot_tables = [(bucket.spec.name, declared_slots(bucket), state.slots)]
+        for member, declared, own in zip(bucket.members, declared_by_members(bucket), state.members, strict=False):
+            slot_tables.append((member.name, declared, own))
+        for name, declared, slots in slot_tables:
+            for slot, described in declared.items():
+                if described.scope == "shared" and slot in slots:
+                    sums[f"the state {slot!r} of tensor {name!r}"] = checksum(host(slots[slot]))
+    return sums
+
+
+def compare_checksums(everyone: Sequence[Mapping[str, int]], step: int, local_size: int = 1) -> None:
+    """Raise an error unless all ranks have the same checksums.
+
+    Args:
+        everyone: {description: checksum} of each rank, in rank order. The message names the first difference in this
+            order. Empty for a rank that has computed none.
+        step: number of steps done, for the message.
+        local_size: with two levels, the number of ranks per node. Ranks of a node have the state of different tensors:
+            only what all ranks have is compared inside a node, and everything between nodes.
+
+    Raises:
+        PeerError: checksums differ. The message names the first difference, the ranks of each value, and the number of
+            differences.
+    """
+    if local_size > 1:
+        common = set.intersection(*map(set, everyone))
+        compare_checksums([{key: value for key, value in sums.items() if key in common} for sums in everyone], step)
+        for local_rank in range(local_size):
+            compare_checksums(
+                [sums if rank % local_size == local_rank else {} for rank, sums in enumerate(everyone)], step
+            )
+        return
+    known = [(rank, sums) for rank, sums in enumerate(everyone) if sums]
+    keys = dict.fromkeys(key for _, sums in known for key in sums)
+    different = [key for key in keys if len({sums.get(key) for _, sums in known}) > 1]
+    if not different:
+        return
+    first = different[0]
+    ranks_of: dict[int | None, list[int]] = {}
+    for rank, sums in known:
+        ranks_of.setdefault(sums.get(first), []).append(rank)
+    values = "; ".join(
+        f"{'missing' if value is None else f'{value:08x}'} on rank {', '.join(map(str, ranks))}"
+        for value, ranks in ranks_of.items()
+    )
+    raise PeerError(
+        f"ranks differ: {first} is not equal on all ranks after {step} steps (checksums: {values}); {len(different)} "
+        f"of {len(keys)} compared arrays differ. Start all ranks from the same parameters, load each rank's own state, "
+        "and change parameters equally on all ranks. This check is `verify_every` in the plan"
+    )

@@ -1,11 +1,13 @@
-"""A bucket in one step, from its old state to its new one; and the commit, which keeps all new states or none."""
+"""A bucket in one step, from its gradients and its old state to its new one; and the commit: all new states or none."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from enum import IntEnum
 from typing import Any
 
 from hvdcompress.engine.bucket_state import BucketState
+from hvdcompress.engine.collectives import Pending
 from hvdcompress.engine.late import RENEWED, Late, stamp_of
 from hvdcompress.engine.state import RankState
 from hvdcompress.method import Array
@@ -14,6 +16,16 @@ from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket
 
 Slots = dict[str, Array]
+
+
+class Stage(IntEnum):
+    """Stage of an exchange."""
+
+    FILLING = 0
+    RUNNING = 1
+    REDUCED = 2
+    DELIVERED = 3
+    CLOSED = 4
 
 
 class Part:
@@ -36,6 +48,8 @@ class Part:
         state: the state before the step.
         memory: the reused buffers of the bucket.
         begun_in: ``RankState.round`` at the beginning.
+        stage: the current stage; a plain Part has none but the first.
+        pending: the collective in flight, in stage RUNNING.
         outs: arrays that receive the reduced gradients, one per tensor of the bucket; None where the driver keeps it.
         round: the index of the current collective, from 0; with two levels, at its level.
         late: after :meth:`new_state`, what the optimizer's momentum is adapted to; None if it is not adapted.
@@ -61,6 +75,9 @@ class Part:
         self.outs: list[Any] = [None] * len(bucket.members)
         self.late: Late | None = None
         self.round = -1
+        self.stage = Stage.FILLING
+        self.pending: Pending | None = None
+        self._received = bytearray(len(bucket.members))
         for before, now in zip(state.bucket.members, bucket.members, strict=True) if state.bucket is not bucket else ():
             if before.shape != now.shape:
                 raise ValueError(f"tensor {now.name!r} had shape {before.shape} before and has {now.shape} now")
@@ -70,6 +87,87 @@ class Part:
 
     def _first_state(self) -> BucketState:
         return BucketState.zeros(self.bucket, self.like, self.ops)
+
+    # -- the gradients --------------------------------------------------------------------------------------
+
+    def add(self, indices: Sequence[int], gradients: Sequence[Array], outs: Sequence[Any] | None = None) -> None:
+        """Add gradients of the bucket's tensors, in any order.
+
+        A gradient with an Inf or a NaN is replaced by zeros, because methods must not see one. The step will be
+        abandoned.
+
+        Args:
+            indices: indices of the tensors in the bucket.
+            gradients: their flat gradients in the working dtype. They are read until :meth:`deliver`. On a device, a
+                gradient with an Inf or a NaN may be overwritten with zeros.
+            outs: flat arrays that receive the reduced gradients. An entry may be None if the caller sets it in
+                :attr:`outs` before :meth:`deliver`. Without ``outs``, the results overwrite the gradients.
+
+        Raises:
+            ExchangeError: the method failed.
+            ValueError: a gradient does not have the size of its tensor, or the tensor already has a gradient.
+        """
+        self._expect(Stage.FILLING)
+        for index, gradient in zip(indices, gradients, strict=True):
+            member = self.bucket.members[index]
+            if len(gradient) != member.size:
+                raise ValueError(f"tensor {member.name!r} has {member.size} elements, its gradient has {len(gradient)}")
+            if self._received[index]:
+                raise ValueError(f"tensor {member.name!r} got a second gradient in the same step")
+        # Check all gradients before accepting any, so that an error leaves the exchange unchanged
+        for index, out in zip(indices, gradients if outs is None else outs, strict=True):
+            self.outs[index] = out
+            self._received[index] = True
+        self._take(indices, gradients)
+
+    def _take(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
+        """Take over gradients whose :attr:`outs` are known."""
+        raise NotImplementedError
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all gradients have been added."""
+        return 0 not in self._received
+
+    def _missing(self) -> list[int]:
+        """Return the indices of the tensors without a gradient so far."""
+        return [index for index, received in enumerate(self._received) if not received]
+
+    def fill_missing(self) -> None:
+        """Add zeros for the tensors that have no gradient on this rank."""
+        missing = self._missing()
+        sizes = [self.bucket.members[index].size for index in missing]
+        self.add(missing, [self.ops.zeros(size, self.dtype, self.like) for size in sizes])
+
+    def describe_missing(self) -> str:
+        """Name the gradients that have not been added."""
+        names = ", ".join(repr(self.bucket.members[index].name) for index in self._missing())
+        return f"bucket {self.name!r} is incomplete: no gradient of {names} was added"
+
+    def start(self) -> None:
+        """Begin stage RUNNING, with the first collective.
+
+        Raises:
+            ExchangeError: the method failed.
+            RuntimeError: a gradient is missing.
+        """
+        self._expect(Stage.FILLING)
+        if not self.is_full:
+            raise RuntimeError(self.describe_missing())
+        self.stage = Stage.RUNNING
+
+    def _expect(self, stage: Stage) -> None:
+        """Check the stage. A wrong stage is a bug in a driver.
+
+        Raises:
+            RuntimeError: the exchange is in another stage.
+        """
+        if self.stage is not stage:
+            raise RuntimeError(
+                f"the exchange of bucket {self.name!r} is in stage {self.stage.name}, expected {stage.name}"
+            )
+
+    # -- the new state --------------------------------------------------------------------------------------
 
     def new_state(self, unused: Collection[str] = ()) -> BucketState:
         """Return the state after the step, and set :attr:`late`.

@@ -14,26 +14,40 @@ state that it began with, so :meth:`Exchange.abandon` has nothing to restore.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
 
-from hvdcompress.engine.bucket_state import BucketState
 from hvdcompress.engine.collectives import by_rank, require_collective
-from hvdcompress.engine.commit import Slots
+from hvdcompress.engine.commit import Part, Slots, Stage
 from hvdcompress.engine.fused import FusedCommunication
-from hvdcompress.engine.intake import MethodIntake, Stage
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Completed
 from hvdcompress.engine.transport import Group
-from hvdcompress.method import AllGather, Array, Broadcast, Collective, Communication, Reduced, Sparse
+from hvdcompress.method import (
+    AllGather,
+    Array,
+    Broadcast,
+    Collective,
+    Communication,
+    Context,
+    Reduced,
+    Sparse,
+    TensorSpec,
+    Workspace,
+)
+from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import FP16_MAX, Outer, Shares, Spectra
+from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Shares, Spectra, both
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
+TILE = 1 << 20  #: elements processed in one go: as many as the CPU cache holds
+SMALL = 1 << 12  #: elements; if the mean gradient is smaller, one call per gradient costs more than a concatenation
 VARIABLE_LENGTH_HINT = "; if lengths may differ, set `variable_length = True` or yield AllGather(fixed_length=False)"
 
 
@@ -41,10 +55,33 @@ class ExchangeError(RuntimeError):
     """The method of an exchange failed. The message names the tensor, the method, the round and the rank."""
 
 
-class Exchange(MethodIntake):
-    """One bucket in one step; see :class:`MethodIntake` for the arguments.
+class Exchange(Part):
+    """One bucket in one step under a method, from its gradients to its new state.
+
+    In its first stage it makes the one pass over memory that each gradient makes when it arrives. The pass adds the
+    residual, checks for Inf and NaN, and computes the statistics that the method requests (``Method.scan``). It
+    processes about a million elements at a time, while they are in the CPU cache; on a device, and for many small
+    gradients, the whole bucket in one go. If the method runs on each tensor, it starts on a tensor as soon as its
+    gradient is processed.
+
+    Args:
+        rank_state: this rank's state.
+        group: the ranks that take part.
+        bucket: the bucket.
+        like: an array on the gradients' device, such as the first gradient.
+        ops: the array ops of the gradients' library.
+        loss_scale: the factor by which the loss was multiplied.
 
     Attributes:
+        scale: factor of arriving gradients: 1 / loss scale if the method has state, otherwise 1.
+        with_feedback: whether the method has error feedback.
+        feedback: the error feedback of the bucket, with the second buffers for its new slots.
+        ctx: the context of the bucket.
+        work: the workspace of the bucket.
+        per_tensor: (context, workspace) of each tensor if the method runs on each tensor; otherwise empty.
+        at_once: whether all gradients of the bucket are processed at once.
+        x: the vector to exchange [n]: gradient + residual, or the gradient; None until gradients were processed.
+        finite: whether all gradients so far are free of Inf and NaN: a bool, or a tensor of one element on a device.
         collective: in stage RUNNING, the collective whose result the method needs next.
         reduced: from stage REDUCED on, the results of the method: one for the bucket, or one per tensor if the method
             runs on each tensor.
@@ -55,7 +92,34 @@ class Exchange(MethodIntake):
     def __init__(
         self, rank_state: RankState, group: Group, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0
     ):
-        super().__init__(rank_state, group, bucket, like, ops, loss_scale)
+        super().__init__(rank_state, bucket, like, ops)
+        self.group = group
+        method = self.method
+        memory = self.memory
+        slots = self.state.slots
+        # Loss scales change, so state is kept unscaled. A method without state can skip the division.
+        self.scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, bucket.spec) else 1.0
+        self.with_feedback = method.feedback != "none"
+        spare = {slot: memory.second_buffer(slot, slots[slot], "float32", ops) for slot in feedback.slot_names(method)}
+        self.feedback = feedback.Feedback(method, slots, spare, self.scale)
+        self.ctx = self._context(bucket.spec)
+        self.work = Workspace(ops, memory.scratch, span=(0, bucket.spec.size))
+        self.per_tensor: Sequence[tuple[Context, Workspace]] = ()
+        self._fused: FusedCommunication | None = None
+        if bucket.automatic and method.granularity == "tensor":
+            # A hot loop: it runs for every tensor in every step
+            self.per_tensor = [
+                (self._context(member), Workspace(ops, memory.members[index], bucket=self.work, span=span))
+                for index, (member, span) in enumerate(zip(bucket.members, bucket.spans, strict=True))
+            ]
+            buffer = functools.partial(self.work.buffer, like=like)
+            self._fused = FusedCommunication([member.name for member in bucket.members], group, ops, buffer)
+        else:
+            self.work.scanned = [Found(True)] * len(bucket.members)
+        self.at_once = self._suits_at_once()
+        self.x: Array | None = None
+        self.finite: Flag = True
+        self._waiting: dict[int, Array] = {}  # gradients that are not processed yet, by the index of their tensor
         self.collective: Collective | None = None
         self.reduced: list[Reduced] = []
         self._communication: Communication | FusedCommunication | None = self._fused
@@ -66,18 +130,148 @@ class Exchange(MethodIntake):
 
     # -- FILLING --------------------------------------------------------------------------------------------
 
+    def _context(self, spec: TensorSpec) -> Context:
+        state = self.state
+        seed = self.rank_state.plan.seed
+        phase = self.next_step.phase
+        return Context(*self.group, state.step, spec, seed, phase, state.triggers, self.with_feedback)
+
+    def _suits_at_once(self) -> bool:
+        """Return whether to process all gradients of the bucket at once.
+
+        On a device, a kernel launch costs more than moving the memory. On the host this holds only for small gradients.
+        """
+        count = len(self.bucket.members)
+        if count == 1 or self.per_tensor or self.method.local_clip_norm is not None:
+            return False
+        if not isinstance(self.like, np.ndarray):
+            return True
+        return self.method.identity and not self.with_feedback and self.bucket.spec.size < SMALL * count
+
     def _take(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
-        began = time.perf_counter()
-        try:
-            super()._take(indices, gradients)
-        except Exception as error:
-            raise self.wrap_error(error) from error
-        self._record_codec_time(time.perf_counter() - began)
+        """Process gradients, or let them wait for others."""
+        waiting = self._waiting
+        waiting.update(zip(indices, gradients, strict=True))
+        if self.is_full or not (self.at_once or sum(map(len, waiting.values())) < TILE):
+            # Reset first: if the method raises an exception, the gradients must not be processed again
+            self._waiting = {}
+            with self._codec():
+                self._process_all(waiting)
+
+    def _process_all(self, waiting: dict[int, Array]) -> None:
+        if self.per_tensor:
+            for index, gradient in waiting.items():
+                self._begin(index, gradient)
+            return
+        if self.at_once:
+            in_order = [waiting[index] for index in range(len(waiting))]
+            # PyTorch's allocator reuses memory by itself, NumPy's does not
+            buffer = self._flat_buffer() if isinstance(self.like, np.ndarray) else None
+            self._process(None, [self.ops.concat(in_order, buffer)])
+        else:
+            self._process(list(waiting), list(waiting.values()))
+        if self.is_full:
+            assert self.x is not None
+            self._zero_nonfinite(self.finite, self.x, slice(None))
+
+    def _flat_buffer(self) -> Array:
+        # The dtype changes if a schedule switches between methods that do and do not keep float64
+        return self.work.buffer(f"gradients.{self.dtype}", self.bucket.spec.size, self.dtype, self.like)
+
+    def _process(self, indices: list[int] | None, gradients: list[Array]) -> None:
+        """Process gradients of a method that runs on the bucket.
+
+        Args:
+            indices: the indices of their tensors; None for one vector of all tensors.
+            gradients: the gradients.
+        """
+        # One call for all gradients: a call has a fixed cost, and most gradients are small
+        spans = [(0, self.bucket.spec.size)] if indices is None else [self.bucket.spans[index] for index in indices]
+        if self.with_feedback:
+            founds = self.feedback.receive(gradients, indices, spans, self.ctx, self.work)
+            self.x = self.feedback.spare[feedback.RESIDUAL]
+        else:
+            each = zip([None] if indices is None else indices, gradients, spans, strict=True)
+            founds = [self._process_plain(index, gradient, span) for index, gradient, span in each]
+        scanned: Any = self.work.scanned
+        for number, found in enumerate(founds):
+            self.finite = both(self.finite, found.finite)
+            if indices is not None:
+                scanned[indices[number]] = found
+
+    def _process_plain(self, index: int | None, gradient: Array, span: tuple[int, int]) -> Found:
+        """Process a gradient without error feedback."""
+        x, found = self._scan(gradient, index, self.state.slots, self.ctx, self.work)
+        start, stop = span
+        # With ``saturated`` set, the scan has already written the fp16 payload, so x is not needed
+        if stop - start == self.bucket.spec.size or found.saturated is not None:
+            self.x = x
+            return found
+        # Without feedback, x must not overwrite the gradients, which belong to the framework
+        if self.x is None:
+            self.x = self._flat_buffer()
+        self.ops.write(self.x[start:stop], x, 1.0)
+        return found
+
+    def _begin(self, index: int, gradient: Array) -> None:
+        """Process the gradient of one tensor and run the method on it to its first collective."""
+        # Residuals of all tensors are slices of one array per bucket, and the method's own slots are per tensor
+        ctx, work = self.per_tensor[index]
+        where = slice(*self.bucket.spans[index])
+        spare = {slot: buffer[where] for slot, buffer in self.feedback.spare.items()}
+        state = {**self.state.members[index], **{slot: self.state.slots[slot][where] for slot in spare}}
+        tensor = feedback.Feedback(self.method, state, spare, self.scale)
+        if self.with_feedback:
+            (found,) = tensor.receive([gradient], [0], [(0, len(gradient))], ctx, work)
+            x = spare[feedback.RESIDUAL]
+            self.x = self.feedback.spare[feedback.RESIDUAL]
+        else:
+            x, found = self._scan(gradient, 0, state, ctx, work)
+            self.x = x
+        work.scanned = [found]
+        self.finite = both(self.finite, found.finite)
+        self._zero_nonfinite(found.finite, x, where)
+        assert self._fused is not None
+        self._fused.begin(index, tensor.exchange(x, ctx, work))
+
+    def _scan(
+        self, gradient: Array, index: int | None, state: dict[str, Array], ctx: Context, work: Workspace
+    ) -> tuple[Array, Found]:
+        """Scan a gradient without a residual.
+
+        Args:
+            gradient: the gradient.
+            index: index of the gradient among the parts of ``ctx.spec``; None if it covers several parts.
+            state: the method's state.
+            ctx: the method's context.
+            work: the method's workspace.
+
+        Returns:
+            The vector for the method, and the scan result. A gradient with an Inf or a NaN becomes zeros.
+        """
+        ops = self.ops
+        scan = NOTHING
+        # The scan would see values before the multiplication by the loss scale, which the method never sees
+        if index is not None and self.scale == 1.0:
+            scan = self.method.scan(index, state, ctx, work, gradient)
+        found = ops.inspect(gradient, scan)
+        # ``finite`` is a tensor on a device, and then _zero_nonfinite() applies it there
+        if found.finite is False:
+            gradient = ops.zeros(len(gradient), self.dtype, like=gradient)
+            found = ops.inspect(gradient, scan)._replace(finite=False)
+        return gradient if self.scale == 1.0 else gradient * np.float32(self.scale), found
+
+    def _zero_nonfinite(self, finite: Flag, x: Array, span: slice) -> None:
+        """Replace a non-finite gradient in x by zeros, if only the device knows whether it is finite."""
+        if isinstance(finite, bool):
+            return
+        residual = self.state.slots[feedback.RESIDUAL][span] if self.with_feedback else None
+        self.ops.keep_if(finite, x, residual)
 
     # -- RUNNING --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Run the method to its first collective; see :meth:`Intake.start`."""
+        """Run the method to its first collective; see :meth:`Part.start`."""
         super().start()
         if self._fused is None:
             assert self.x is not None
@@ -106,19 +300,15 @@ class Exchange(MethodIntake):
 
     def _send(self, result: Any) -> Collective | None:
         assert self._communication is not None
-        began = time.perf_counter()
-        try:
-            self.collective = require_collective(self._communication.send(result))
-            self.round += 1
-        except StopIteration as stop:
-            self.collective = None
-            self.reduced = stop.value if self._fused else [stop.value]
-            self.stage = Stage.REDUCED
-        except Exception as error:
-            raise self.wrap_error(error) from error
-        finally:
-            self._yielded_at = time.perf_counter()
-            self._record_codec_time(self._yielded_at - began)
+        with self._codec():
+            try:
+                self.collective = require_collective(self._communication.send(result))
+                self.round += 1
+            except StopIteration as stop:
+                self.collective = None
+                self.reduced = stop.value if self._fused else [stop.value]
+                self.stage = Stage.REDUCED
+        self._yielded_at = time.perf_counter()
         return self.collective
 
     @property
@@ -167,19 +357,18 @@ class Exchange(MethodIntake):
             factor: 1/world_size for an average, 1 for a sum.
         """
         self._expect(Stage.REDUCED)
-        began = time.perf_counter()
         share = self.scale / (factor * self.group.world_size)
         # A residual adds up several steps, and a lossy method may round up, so a result can exceed the range of float16
         # although no gradient does. A sum can do so, too, and is then Inf
         is_average = share > 0.999 * self.scale and not self.method.identity
-        if self.bucket.spec.dtype == "float16" and (self.with_feedback or is_average):
-            results = [self.ops.zeros(len(out), "float32", like=out) for out in self.outs]
-            self.write_totals(factor, results)
-            self._limit(results, share)
-        else:
-            self.write_totals(factor, self.outs)
+        with self._codec():
+            if self.bucket.spec.dtype == "float16" and (self.with_feedback or is_average):
+                results = [self.ops.zeros(len(out), "float32", like=out) for out in self.outs]
+                self.write_totals(factor, results)
+                self._limit(results, share)
+            else:
+                self.write_totals(factor, self.outs)
         self.stage = Stage.DELIVERED
-        self._record_codec_time(time.perf_counter() - began)
 
     def write_totals(self, factor: float, outs: Sequence[Array]) -> None:
         """Write ``factor`` times the totals into ``outs``."""
@@ -213,13 +402,9 @@ class Exchange(MethodIntake):
 
     # -- DELIVERED ------------------------------------------------------------------------------------------
 
-    def new_state(self, unused: Collection[str] = ()) -> BucketState:
-        """Return the state after the step; see :meth:`Part.new_state`."""
-        self._expect(Stage.DELIVERED)
-        return super().new_state(unused)
-
     def new_slots(self, unused: Collection[str]) -> tuple[Slots, tuple[Slots, ...]]:
         """Return ``slots`` and ``members`` of the state after the step."""
+        self._expect(Stage.DELIVERED)
         slots = {**self.state.slots, **(self.feedback.spare if self._fused else self.reduced[0].state)}
         members = self.state.members
         if self._fused:
@@ -282,8 +467,18 @@ class Exchange(MethodIntake):
         where = f"method {self.method.id}, round {max(self.round, 0)}, {who}"
         return ExchangeError(f"tensor {name!r} ({where}): {type(error).__name__}: {error}")
 
-    def _record_codec_time(self, seconds: float) -> None:
-        """Report codec time to the observers: encoding until the last collective, decoding after it."""
+    @contextmanager
+    def _codec(self) -> Iterator[None]:
+        """Context manager for codec work: wrap its errors, and report its time to the observers.
+
+        It counts as encoding until the last collective, and as decoding after it.
+        """
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            raise self.wrap_error(error) from error
+        seconds = time.perf_counter() - began
         local = self.rank_state
         for observer in local.observers:
             if self.stage < Stage.REDUCED:

@@ -13,14 +13,13 @@ network its collective belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 from hvdcompress.engine.bucket_state import BucketState
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.commit import Slots
+from hvdcompress.engine.commit import Part, Slots, Stage
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.intake import Intake, Stage
 from hvdcompress.engine.late import nonzero
 from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.state import RankState
@@ -62,7 +61,7 @@ def network_over(transport: Any, observers: Sequence[Observer], nodes: Nodes | N
     }
 
 
-class NodeExchange(Intake):
+class NodeExchange(Part):
     """One bucket in one step, with two levels.
 
     Args:
@@ -75,6 +74,9 @@ class NodeExchange(Intake):
 
     Attributes:
         level: the level of the current collective.
+        collective: the collective whose result is needed next; None if the exchange waits for :meth:`deliver`, or is
+            done.
+        finite: whether the sum is free of Inf and NaN. Only its owner knows.
         x: an array on the device of the payloads.
         vector: the gradients of this rank, and later the result, in the order of the bucket's tensors [n].
         inner: the exchange between nodes; None on the other ranks of the node, and until the sum is there.
@@ -89,11 +91,13 @@ class NodeExchange(Intake):
         self.loss_scale = loss_scale
         self.x = like
         self.level: Level = "to_owner"
+        self.collective: Collective | None = None
+        self.finite: Flag = True
         self.inner: Exchange | None = None
         self.owner = rank_state.placement.owner(bucket)
         self.is_owned = rank_state.owns(bucket)
-        self._collective: Collective | None = None  # inside the node
         self.vector: Any = None
+        self._communication = self._communicate()
 
     def _note_begun(self) -> None:
         """The owner notes the beginning with its exchange between nodes."""
@@ -103,8 +107,6 @@ class NodeExchange(Intake):
 
     def _parts(self, vector: Array) -> list[Array]:
         return [vector[start:stop] for start, stop in self.bucket.spans]
-
-    # -- the gradients --------------------------------------------------------------------------------------
 
     def _take(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
         if len(self.outs) == 1 and self.outs[0].dtype == self.like.dtype:
@@ -118,42 +120,12 @@ class NodeExchange(Intake):
                 start, stop = self.bucket.spans[index]
                 self.ops.write(self.vector[start:stop], gradient, 1.0)
 
-    @property
-    def finite(self) -> Flag:
-        """Whether the sum is free of Inf and NaN. Only its owner knows."""
-        return self.inner.finite if self.inner else True
-
     # -- the collectives ------------------------------------------------------------------------------------
 
-    @property
-    def collective(self) -> Collective | None:
-        """The collective whose result is needed next; None if the exchange waits for :meth:`deliver`, or is done."""
-        return self.inner.collective if self.inner and self.level == "between" else self._collective
-
     def start(self) -> None:
-        """Start sending the gradients to the owner; see :meth:`Intake.start`."""
+        """Start sending the gradients to the owner; see :meth:`Part.start`."""
         super().start()
-        self.round = 0
-        num_bytes = int(self.vector.nbytes)
-        nothing = (0,) * self.network["to_owner"].world_size
-        owners = tuple(num_bytes * (rank == self.owner) for rank in range(len(nothing)))
-        if self.is_owned:
-            others = tuple(num_bytes - each for each in owners)
-            self._collective = AllToAll(self.ops.to_bytes(self.vector[:0]), nothing, others)
-        else:
-            self._collective = AllToAll(self.ops.to_bytes(self.vector), owners, nothing)
-
-    def known_lengths(self) -> tuple[int, ...] | None:
-        """Return the bytes of all payloads of the current all-gather; see :meth:`Exchange.known_lengths`."""
-        if self.level != "from_owner":
-            return self.inner.known_lengths() if self.inner else None
-        num_bytes = int(self.vector.nbytes)
-        return tuple(num_bytes * (rank == self.owner) for rank in range(self.network["from_owner"].world_size))
-
-    def note_lengths(self, lengths: Sequence[int]) -> None:
-        """Remember payload lengths; see :meth:`Exchange.note_lengths`."""
-        if self.level == "between" and self.inner:
-            self.inner.note_lengths(lengths)
+        self.resume(None)
 
     def resume(self, result: Any) -> Collective | None:
         """Take the result of the collective; return the next one, or None.
@@ -161,21 +133,49 @@ class NodeExchange(Intake):
         Raises:
             ExchangeError: the method failed.
         """
-        if self.level == "from_owner":
-            self._take_result(result)
-        elif self.level == "to_owner" and self.is_owned:
-            self._begin_between(result)
-        elif self.level == "to_owner":
-            self._return_result()
-        else:
-            assert self.inner is not None
-            self.inner.resume(result)
-        if self.inner and self.level == "between":
-            self.stage = self.inner.stage
-            self.round = self.inner.round
+        try:
+            self.level, self.collective = self._communication.send(result)
+        except StopIteration:
+            self.collective = None
+            self.stage = Stage.DELIVERED
+            return None
+        between = self.inner if self.level == "between" else None
+        self.stage = between.stage if between else Stage.RUNNING
+        self.round = between.round if between else 0
         return self.collective
 
-    def _begin_between(self, pieces: Sequence[Array]) -> None:
+    def deliver(self, factor: float) -> None:
+        """On the owner, write the result, and prepare to send it to the other ranks of the node."""
+        self.resume(factor)
+
+    def _communicate(self) -> Generator[tuple[Level, Collective | None], Any, None]:
+        """Yield the collectives of this rank with their levels. None on the owner: the result waits for ``deliver``."""
+        sizes = self._sizes_by_rank()
+        nothing = (0,) * len(sizes)
+        own = self.ops.to_bytes(self.vector)
+        if self.is_owned:
+            others = tuple(own.nbytes - size for size in sizes)
+            pieces = yield "to_owner", AllToAll(own[:0], nothing, others)
+            inner = self._begin_between(pieces)
+            while inner.stage is not Stage.REDUCED:
+                inner.resume((yield "between", inner.collective))
+            inner.deliver((yield "between", None))
+            pieces = yield "from_owner", AllGather(own)
+        else:
+            yield "to_owner", AllToAll(own, sizes, nothing)
+            pieces = yield "from_owner", AllGather(own[:0])
+            self.vector = self.ops.from_bytes(pieces[self.owner], self.dtype)
+        for out, part in zip(self.outs, self._parts(self.vector), strict=True):
+            if out is not part and out is not self.vector:
+                self.ops.write(out, part, 1.0)
+
+    def _sizes_by_rank(self) -> tuple[int, ...]:
+        """Return the bytes of the bucket at the index of the owner, and zeros for the other ranks of the node."""
+        return tuple(
+            int(self.vector.nbytes) * (rank == self.owner) for rank in range(self.network["to_owner"].world_size)
+        )
+
+    def _begin_between(self, pieces: Sequence[Array]) -> Exchange:
         """Add the gradients of the node, and start to exchange the sum with the other nodes."""
         vector = self.vector
         gradients = [
@@ -184,33 +184,24 @@ class NodeExchange(Intake):
         ]
         total = self.ops.add_all(gradients, into_first=True)
         group = self.network["between"].group
-        self.inner = Exchange(self.rank_state, group, self.bucket, self.like, self.ops, self.loss_scale)
-        self.state = self.inner.state
-        self.level = "between"
-        self.inner.add(range(len(self.outs)), self._parts(total), self._parts(vector))
-        self.inner.start()
+        inner = self.inner = Exchange(self.rank_state, group, self.bucket, self.like, self.ops, self.loss_scale)
+        self.state = inner.state
+        self.level = "between"  # in error messages, too
+        inner.add(range(len(self.outs)), self._parts(total), self._parts(vector))
+        inner.start()
+        self.finite = inner.finite
+        return inner
 
-    def deliver(self, factor: float) -> None:
-        """On the owner, write the result, and prepare to send it to the other ranks of the node."""
-        assert self.inner is not None
-        self.inner.deliver(factor)
-        self._return_result()
+    def known_lengths(self) -> tuple[int, ...] | None:
+        """Return the bytes of all payloads of the current all-gather; see :meth:`Exchange.known_lengths`."""
+        if self.level == "from_owner":
+            return self._sizes_by_rank()
+        return self.inner.known_lengths() if self.inner else None
 
-    def _return_result(self) -> None:
-        self.stage = Stage.RUNNING
-        self.level = "from_owner"
-        self.round = 0
-        self._collective = AllGather(self.ops.to_bytes(self.vector if self.is_owned else self.vector[:0]))
-
-    def _take_result(self, pieces: Sequence[Array]) -> None:
-        """Write the result to :attr:`outs`."""
-        if not self.is_owned:
-            self.vector = self.ops.from_bytes(pieces[self.owner], self.dtype)
-        for out, part in zip(self.outs, self._parts(self.vector), strict=True):
-            if out is not part and out is not self.vector:
-                self.ops.write(out, part, 1.0)
-        self._collective = None
-        self.stage = Stage.DELIVERED
+    def note_lengths(self, lengths: Sequence[int]) -> None:
+        """Remember payload lengths; see :meth:`Exchange.note_lengths`."""
+        if self.level == "between" and self.inner:
+            self.inner.note_lengths(lengths)
 
     # -- the commit -----------------------------------------------------------------------------------------
 
@@ -235,6 +226,7 @@ class NodeExchange(Intake):
         if self.inner:
             self.inner.abandon()
         super().abandon(fill)
+        self._communication.close()
         self.stage = Stage.CLOSED
 
     # -- descriptions for messages --------------------------------------------------------------------------

@@ -44,21 +44,20 @@ import numpy as np
 import hvdcompress.ops
 from hvdcompress.engine.agreement import (
     JOIN_MESSAGE,
-    NUMBERS,
     PeerError,
     SharedConfig,
     Status,
+    compare_checksums,
     compare_configs,
     fingerprint,
     peer_error,
+    shared_slots,
     text_of,
 )
 from hvdcompress.engine.collectives import Pending
-from hvdcompress.engine.commit import Part, commit_step
+from hvdcompress.engine.commit import Part, Stage, commit_step
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.intake import Stage
 from hvdcompress.engine.levels import Network, NodeExchange
-from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
@@ -95,7 +94,7 @@ class Framework:
 
     def checksums(self, local: RankState) -> dict[str, int]:
         """Return {name: checksum} of the state that must be equal on all ranks, for the plan's ``verify_every``."""
-        return verify.shared_slots(local.states.values())
+        return shared_slots(local.states.values())
 
 
 #: Decorator. The program may have set NumPy to raise on overflow; inside the engine, Inf is data and must not raise
@@ -315,9 +314,8 @@ class Step:
         checksums = {} if self.rank_state.nodes else self.checksums
         steps = self.rank_state.steps()
         state = fingerprint(self.config.digest, sorted(steps.items()), sorted(checksums.items()))
-        return Status(
-            self.error is not None, not self.finite, self._requested_trigger, self.rank_state.replaced, state, scale
-        )
+        flags = (self.error is not None, not self.finite, self._requested_trigger, self.rank_state.replaced)
+        return Status(*flags, state, -state, scale, -scale)
 
     def send_status(self) -> None:
         """Start sending this rank's status to all ranks, without waiting."""
@@ -326,7 +324,7 @@ class Step:
                 self._refuse_missing()
         self._error_text = text_of(self.error)
         votes = [] if self.collectives.ordered else self.votes
-        numbers = np.array([*self.status().numbers(), *votes], np.float64)
+        numbers = np.array([*self.status(), *votes], np.float64)
         self._first_status = self.collectives.start("status", 0, AllReduce(numbers, "max"))
 
     @IGNORE_FLOAT_WARNINGS
@@ -342,11 +340,12 @@ class Step:
             return
         self.collectives.advance(pending)
         numbers = self.collectives.result(pending).tolist()
-        self.max_votes = numbers[NUMBERS:]
-        status = Status.of(numbers[:NUMBERS])
+        length = len(Status._fields)
+        status = Status(*numbers[:length])
+        self.max_votes = numbers[length:]
         # This check comes first: the zeros of a rank that called Horovod's join() would also look like a different
         # configuration. Loss scales are positive
-        if status.least_loss_scale == 0:
+        if status.minus_loss_scale == 0:
             raise PeerError(JOIN_MESSAGE)
         # Compare configurations before reporting failures: a rank that received a payload of another plan fails because
         # of the disagreement, which is the message to show.
@@ -355,7 +354,7 @@ class Step:
             everyone = [json.loads(text) for text in self.collectives.gather_text("config", mine)]
             compare_configs([(plan, tensors) for plan, tensors, *_ in everyone])
             if all(steps == everyone[0][2] for _, _, steps, _ in everyone):
-                verify.compare([sums for *_, sums in everyone], self.rank_state.steps_done())
+                compare_checksums([sums for *_, sums in everyone], self.rank_state.steps_done())
         if status.failed:
             raise peer_error(self.collectives.gather_text("error", self._error_text)) from self.error
         status.require_agreement()
@@ -366,12 +365,12 @@ class Step:
         if self.rank_state.nodes and self.rank_state.verifies():
             texts = self.collectives.gather_text("verify", json.dumps(self.checksums))
             sums = [json.loads(text) for text in texts]
-            verify.compare(sums, self.rank_state.steps_done(), self.rank_state.nodes.local_size)
+            compare_checksums(sums, self.rank_state.steps_done(), self.rank_state.nodes.local_size)
 
     def apply_status(self, status: Status) -> None:
         """Take over the decisions of a reduced status."""
         self.finite &= not status.non_finite
-        self.triggered |= status.triggered
+        self.triggered |= bool(status.triggered)
         if status.replaced:
             self.rank_state.forget_lengths()
 

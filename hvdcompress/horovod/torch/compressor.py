@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvdcompress._torch.compressor import TensorCompressor, named
 from hvdcompress.engine.agreement import PeerError, SharedConfig, compare_configs, factor_of
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.intake import SMALL
+from hvdcompress.engine.exchange import SMALL
 from hvdcompress.engine.levels import Network, network_over
 from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.state import RankState

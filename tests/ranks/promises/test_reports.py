@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from hvdcompress.engine.intake import TILE
+from hvdcompress.engine.exchange import TILE
 from hvdcompress.engine.state import SEEN
 from tests.ranks.checks import logged
 from tests.ranks.watching import Watcher

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcompress.engine.commit import commit_step
+from hvdcompress.engine.commit import Stage, commit_step
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.intake import Stage
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.transport import Group

@@ -64,7 +64,7 @@ def end_steps(steps: list[Step]) -> None:
     while any(step.is_busy for step in steps):
         for step in steps:
             step.advance_ready()
-    status = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
+    status = Status(*np.max([step.status() for step in steps], axis=0).tolist())
     for step in steps:
         step.apply_status(status)
         step.close()

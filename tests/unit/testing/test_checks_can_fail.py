@@ -13,7 +13,6 @@ import pytest
 import hvdcompress
 from hvdcompress import registry, testing
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.intake import MethodIntake
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.loopback import Loopback
@@ -244,7 +243,7 @@ FAULTS = {
     ),
     "state_dict returns views": Fault(testing.check_resume, RankState, "state_dict", return_views, "topk"),
     "residual is kept scaled": Fault(
-        testing.check_loss_scale, MethodIntake, "__init__", lambda init: lambda *args: init(*args[:6]), "topk"
+        testing.check_loss_scale, Exchange, "__init__", lambda init: lambda *args: init(*args[:6]), "topk"
     ),
     "damaged payload is decoded": Fault(
         testing.check_wire, pack, "decode", decode_damaged_bytes, "topk", message="index outside of the tensor"

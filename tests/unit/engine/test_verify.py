@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvdcompress.engine.agreement import PeerError
-from hvdcompress.engine.safety.verify import checksum, compare
+from hvdcompress.engine.agreement import PeerError, checksum, compare_checksums
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
 from tests.unit.engine.helpers import gradients, state_dicts, train, trained
@@ -28,9 +27,9 @@ def test_a_checksum_covers_the_bits_in_the_order_of_the_array() -> None:
 
 
 def test_equal_checksums_are_no_error() -> None:
-    compare([], 0)
-    compare([{"a": 1, "b": 2}] * 3, 3)
-    compare([{"a": 1}, {}], 3)  # a rank that failed before it computed its own
+    compare_checksums([], 0)
+    compare_checksums([{"a": 1, "b": 2}] * 3, 3)
+    compare_checksums([{"a": 1}, {}], 3)  # a rank that failed before it computed its own
 
 
 def test_the_first_difference_is_named_with_its_ranks() -> None:
@@ -39,9 +38,9 @@ def test_the_first_difference_is_named_with_its_ranks() -> None:
         "b is not equal on all ranks after 7 steps (checksums: 00000002 on rank 0, 2; 00000003 on rank 1)"
     )
     with pytest.raises(PeerError, match=words + ".*2 of 3"):
-        compare(everyone, 7)
+        compare_checksums(everyone, 7)
     with pytest.raises(PeerError, match="missing on rank 1"):
-        compare([{"z": 1, "b": 2}, {"z": 1}], 7)
+        compare_checksums([{"z": 1, "b": 2}, {"z": 1}], 7)
 
 
 @pytest.mark.parametrize(
