@@ -20,8 +20,7 @@ import numpy as np
 import hvdcompress.ops
 from hvdcompress.engine import late, lockstep
 from hvdcompress.engine.agreement import SharedConfig, Status, compare_checksums
-from hvdcompress.engine.arrays import plain_array
-from hvdcompress.engine.compressor import Op
+from hvdcompress.engine.compressor import Op, plain_array
 from hvdcompress.engine.levels import network_over
 from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
 from hvdcompress.engine.state import RankState

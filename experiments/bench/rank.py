@@ -155,7 +155,7 @@ def state_bytes(local: RankState) -> int:
         arrays += [array for slots in (state.slots, *state.members) for array in slots.values()]
     for memory in local.memory.values():
         arrays += [array for pair in memory.pairs.values() for array in pair]
-        arrays += [array for each in (memory.scratch, *memory.members.values()) for array in each.values()]
+        arrays += [array for each in memory.scratch.values() for array in each.values()]
     return sum({id(array): int(array.nbytes) for array in arrays}.values())
 
 

@@ -201,7 +201,7 @@ class TensorCompressor(compressor.Compressor):
         """
         parameter = self.parameters[name]
         shape = spec_of(name, parameter).shape
-        flat = self.rank_state.flat_residual(name) if name in self.rank_state.names() else None
+        flat = self.rank_state.find(name)[1] if name in self.rank_state.names() else None
         if flat is None:
             return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
         return torch.as_tensor(flat, device=parameter.device).clone().reshape(shape)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hvdcompress.engine.late import Late, Shift
+from hvdcompress.engine.late import Late, add_at
 from hvdcompress.engine.telemetry import log
 from hvdcompress.parts.momentum import Moment, average, corrected_average, heavy_ball
 
@@ -141,11 +141,23 @@ class Waiting(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """The change of one parameter's first moment in a step that has begun."""
+    """The change of one parameter's first moment in a step that has begun.
+
+    Attributes:
+        parameter: the parameter.
+        late: what the exchange has sent.
+        index: the elements that change; None for all.
+        values: c·g of these elements.
+        before: the multiple of ``values`` that was added before the step.
+        after: the multiple to subtract after it.
+    """
 
     parameter: torch.nn.Parameter
-    shift: Shift
     late: Late
+    index: Any
+    values: Any
+    before: Any
+    after: Any
 
 
 class _Step(NamedTuple):
@@ -228,8 +240,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any])
         _begin(optimizer)
         return found
 
-    rest = {key: each for key, each in kwargs.items() if key != "closure"}
-    return (args[0], adapted_closure, *args[2:]), rest
+    return (args[0], adapted_closure, *args[2:]), {key: each for key, each in kwargs.items() if key != "closure"}
 
 
 @torch.no_grad()
@@ -237,8 +248,8 @@ def undo(optimizer: torch.optim.Optimizer | None = None) -> None:
     """Take back the changes for a step that has not ended, of one optimizer or of all."""
     for each in [optimizer] if optimizer else list(_begun):
         step = _begun.pop(each, _Step("", [], []))
-        for parameter, shift, _ in step.changes:
-            _apply(shift, -shift.before, each.state[parameter].get(step.key))
+        for change in step.changes:
+            _apply(change, -change.before, each.state[change.parameter].get(step.key))
         for parameter in step.made:
             del each.state[parameter][step.key]
 
@@ -271,18 +282,18 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
             buffer = state.get(known.key)
             # Adam makes its average in its first step, from zeros
             after = after if buffer is not None else moment.rate
-            shift = Shift(index, values, share * before, share * after)
-            _apply(shift, shift.before, buffer)
-            step.changes.append(_Change(parameter, shift, late))
+            change = _Change(parameter, late, index, values, share * before, share * after)
+            _apply(change, change.before, buffer)
+            step.changes.append(change)
 
 
 @torch.no_grad()
 def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Change the first moments after the step."""
     step = _begun.pop(optimizer, _Step("", [], []))
-    for parameter, shift, late in step.changes:
-        _apply(shift, -shift.after, optimizer.state[parameter].get(step.key))
-        late.used.add(id(parameter))
+    for change in step.changes:
+        _apply(change, -change.after, optimizer.state[change.parameter].get(step.key))
+        change.late.used.add(id(change.parameter))
 
 
 def _late_values(
@@ -339,11 +350,11 @@ def _make_buffers(optimizer: torch.optim.Optimizer, group: Group) -> list[torch.
     return made
 
 
-def _apply(shift: Shift, factor: Any, tensor: torch.Tensor | None) -> None:
-    """Add a multiple of a shift to an optimizer's buffer, if there is one."""
+def _apply(change: _Change, factor: Any, tensor: torch.Tensor | None) -> None:
+    """Add a multiple of the values of a change to an optimizer's buffer, if there is one."""
     if tensor is not None:
-        with _flat(tensor, shift.values) as buffer:
-            shift.add_to(buffer, factor)
+        with _flat(tensor, change.values) as buffer:
+            add_at(buffer, change.index, change.values, factor)
 
 
 @contextlib.contextmanager

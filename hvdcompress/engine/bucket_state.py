@@ -59,14 +59,13 @@ class Memory:
     """Buffers of one bucket that are reused from step to step, because allocation is slow. They are not state.
 
     Attributes:
-        scratch: {name: array} that the method uses within a step.
-        members: the same for each tensor, by its index, if the method runs on each tensor.
+        scratch: {name: array} that the method uses within a step, by the index of the tensor if it runs on each tensor;
+            None for the bucket. An abandoned collective may still write to them.
         pairs: {slot: its two alternating buffers}.
         lengths: {``Exchange.collective_key``: payload bytes on all ranks} of fixed-length all-gathers in this phase.
     """
 
-    scratch: dict[str, Array] = field(default_factory=dict)
-    members: defaultdict[int, dict[str, Array]] = field(default_factory=lambda: defaultdict(dict))
+    scratch: defaultdict[int | None, dict[str, Array]] = field(default_factory=lambda: defaultdict(dict))
     lengths: dict[Hashable, int] = field(default_factory=dict)
     pairs: dict[str, tuple[Array, Array]] = field(default_factory=dict)
 
@@ -79,11 +78,6 @@ class Memory:
         buffer = ops.zeros(len(current), dtype, like=current)
         self.pairs[slot] = (current, buffer)
         return buffer
-
-    def clear_scratch(self) -> None:
-        """Forget the scratch arrays, because an abandoned collective may still write to them."""
-        self.scratch.clear()
-        self.members.clear()
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -103,19 +103,20 @@ def lift(collective: Collective, out: Array, lengths: Sequence[int], ops: Ops) -
     return ops.to_bytes(out) if isinstance(collective, Broadcast) else out
 
 
-def gathered_lengths(out: Array, collective: AllGather, world_size: int, ops: Ops) -> list[int]:
-    """Return the byte lengths of the payloads in a gathered buffer, by rank, and within a rank by tensor.
+def received_lengths(out: Array, collective: AllGather | AllToAll, world_size: int, ops: Ops) -> list[int]:
+    """Return the byte lengths of the pieces in a received buffer, by rank, and within a rank by tensor.
 
-    If the buffer has ``world_size`` times this rank's length and all headers are equal, the lengths equal this rank's.
-    The size alone does not prove it, because other lengths could have the same sum. Otherwise the headers are read.
+    If a gathered buffer has ``world_size`` times this rank's length and all headers are equal, the lengths equal this
+    rank's. The size alone does not prove it, because other lengths could have the same sum. Otherwise the headers are
+    read.
 
     Raises:
         WireError: the lengths in the headers do not add up to the length of the buffer.
     """
     mine = collective.x
-    own = len(collective.x)
-    lengths = collective.lengths or (len(collective.x),)
-    if len(out) == own * world_size:
+    own = len(mine)
+    lengths = (collective.lengths if isinstance(collective, AllGather) else (0,) * collective.tensors) or (own,)
+    if isinstance(collective, AllGather) and len(out) == own * world_size:
         ranks = out.reshape(world_size, own)
         starts = itertools.accumulate(lengths[:-1], initial=0)
         spans = [
@@ -126,26 +127,15 @@ def gathered_lengths(out: Array, collective: AllGather, world_size: int, ops: Op
         known = ops.head_bytes(heads, len(heads))
         offset = 0
         for span, length in zip(spans, lengths, strict=True):
-            width = span.stop - span.start
-            head = known[offset : offset + width]
-            heads_of_all = known[offset : offset + width * (world_size + 1)]
-            offset += width * (world_size + 1)
+            size = span.stop - span.start
+            heads_of_all = known[offset : offset + size * (world_size + 1)]
+            offset += len(heads_of_all)
+            head = heads_of_all[:size]
             if heads_of_all != head * (world_size + 1) and wire.is_header(head, length):
                 break
         else:
             return list(lengths) * world_size
     return wire.split(ops.head_bytes(out, len(out)), world_size * len(lengths))
-
-
-def received_lengths(out: Array, collective: AllGather | AllToAll, world_size: int, ops: Ops) -> list[int]:
-    """Return the byte lengths of the pieces in a received buffer by their headers, as :func:`gathered_lengths` does.
-
-    Raises:
-        WireError: the lengths in the headers do not add up to the length of the buffer.
-    """
-    if isinstance(collective, AllGather):
-        return gathered_lengths(out, collective, world_size, ops)
-    return wire.split(ops.head_bytes(out, len(out)), world_size * collective.tensors)
 
 
 def has_headers(collective: Collective) -> TypeGuard[AllGather | AllToAll]:
@@ -163,18 +153,16 @@ class Pending:
     """A method's collective in flight. It may take two collectives of the transport: lengths, then payloads.
 
     Attributes:
-        handle: the transport's handle of its current collective.
-        lengths: for all-gather and all-to-all, the bytes from each rank; None until they are known.
-        out: the result of the transport's current collective, once it is available.
+        steps: the generator that starts the collectives of the transport.
+        handle: the transport's handle of the current one.
+        result: the result of the method's collective, in the form that the method expects, once it is done.
+        lengths: then, for an all-gather, the bytes of all payloads, rank by rank.
     """
 
-    name: str
-    collective: Collective
-    request: Request
-    ops: Ops
+    steps: Generator[Handle, Any, tuple[Any, Sequence[int]]]
     handle: Handle
-    lengths: Sequence[int] | None = None
-    out: Array | None = None
+    result: Any = None
+    lengths: Sequence[int] = ()
 
 
 class Collectives:
@@ -223,72 +211,68 @@ class Collectives:
             like: an array on the payloads' device.
             lengths: for an all-gather, the bytes of each rank's payload if they are known.
         """
-        ops = ops or hvdcompress.ops.fast
+        steps = self._steps(name, f"{name}.round{round}", collective, ops or hvdcompress.ops.fast, like, lengths)
+        return Pending(steps, next(steps))
+
+    def _steps(
+        self, name: str, label: str, collective: Collective, ops: Ops, like: Any, lengths: tuple[int, ...] | None
+    ) -> Generator[Handle, Any, tuple[Any, Sequence[int]]]:
+        """Start the transport's collectives for one of a method, yield their handles, and are sent their results.
+
+        Returns:
+            The result in the form that the method expects; and for an all-gather, the bytes of all payloads.
+        """
         # Before observers are notified, because the root computes its payload here
         request = lower(collective, self.group.rank, self.world_size, ops, like, self.transport.native_broadcast)
         kind = type(collective).__name__
-        if lengths is not None:
-            request = replace(request, recv_lengths=lengths)
-        elif has_headers(collective) and not self.transport.variable_lengths:
-            # MPI and torch.distributed need all lengths before the payloads
-            own = request.send_lengths or (len(collective.x),)
-            announced = np.array(own, np.int64).view(np.uint8)
-            eight = (8,) * self.world_size
-            self._sent("lengths", Sent(kind, announced, len(announced), eight if kind == "AllGather" else None))
-            first = replace(
-                request, payload=announced, send_lengths=eight if request.send_lengths else None, recv_lengths=eight
-            )
-            handle = self.transport.start(f"{name}.round{round}.lengths", first)
-            return Pending(name, collective, request, ops, handle)
         if isinstance(collective, Broadcast):
             payload = request.payload if self.group.rank == int(collective.root) else None
             self._sent(name, Sent(kind, payload, collective.num_bytes))
-        elif isinstance(collective, AllToAll):
-            self._sent(name, Sent(kind, collective.x, collective.x.nbytes, splits=collective.splits))
-        elif lengths is not None or not isinstance(collective, AllGather):  # otherwise when the lengths have come
-            self._sent(name, Sent(kind, collective.x, collective.x.nbytes, lengths))
-        handle = self.transport.start(f"{name}.round{round}", request)
-        return Pending(name, collective, request, ops, handle, request.recv_lengths)
+            return lift(collective, (yield self.transport.start(label, request)), (), ops), ()
+        own = collective.x
+        splits = collective.splits if isinstance(collective, AllToAll) else None
+        if not has_headers(collective):
+            self._sent(name, Sent(kind, own, own.nbytes, splits=splits))
+            out = yield self.transport.start(label, request)
+            return lift(collective, out, request.recv_lengths or (), ops), ()
+        if lengths is None and not self.transport.variable_lengths:
+            # MPI and torch.distributed need all lengths before the payloads
+            announced = np.array(splits or (len(own),), np.int64).view(np.uint8)
+            eight = (8,) * self.world_size
+            self._sent("lengths", Sent(kind, announced, len(announced), None if splits else eight))
+            first = replace(request, payload=announced, send_lengths=eight if splits else None, recv_lengths=eight)
+            found = yield self.transport.start(f"{label}.lengths", first)
+            lengths = tuple(np.asarray(found).view(np.int64).tolist())
+        if splits or lengths is not None:
+            self._sent(name, Sent(kind, own, own.nbytes, None if splits else lengths, splits))
+        out = yield self.transport.start(label, replace(request, recv_lengths=lengths))
+        # For fused payloads, only the headers tell where the payload of each tensor begins
+        is_fused = collective.tensors > 1 if isinstance(collective, AllToAll) else bool(collective.lengths)
+        received = received_lengths(out, collective, self.world_size, ops) if lengths is None or is_fused else lengths
+        if lengths is None and not splits:
+            self._sent(name, Sent(kind, own, own.nbytes, by_rank(received, self.world_size)))
+        return lift(collective, out, received, ops), received
 
     def ready(self, pending: Pending) -> bool:
         """Return whether :meth:`advance` would not block."""
-        return pending.out is not None or self.transport.ready(pending.handle)
+        return self.transport.ready(pending.handle)
 
     def advance(self, pending: Pending) -> bool:
-        """Wait for the transport's current collective.
+        """Wait for the transport's current collective; see :meth:`receive` for the return value."""
+        return self.receive(pending, self._timed(self.transport.wait, pending.handle))
+
+    def receive(self, pending: Pending, out: Any) -> bool:
+        """Take the result of the transport's current collective.
 
         Returns:
             Whether the method's collective is done. If False, its lengths have arrived and its payloads are in flight.
         """
-        if pending.out is None:
-            pending.out = self._timed(self.transport.wait, pending.handle)
-        out = pending.out
-        collective = pending.collective
-        if not has_headers(collective):
+        try:
+            pending.handle = pending.steps.send(out)
+        except StopIteration as stop:
+            pending.result, pending.lengths = stop.value
             return True
-        own = collective.x
-        splits = None if isinstance(collective, AllGather) else collective.splits
-        if pending.lengths is None and not self.transport.variable_lengths:
-            # This was the collective of the lengths
-            lengths = pending.lengths = np.asarray(out).view(np.int64).tolist()
-            known = None if splits else lengths
-            self._sent(pending.name, Sent(type(collective).__name__, own, len(own), known, splits))
-            pending.handle = self.transport.start(pending.name, replace(pending.request, recv_lengths=tuple(lengths)))
-            pending.out = None
-            return False
-        # For fused payloads, only the headers tell where the payload of each tensor begins
-        were_known = pending.lengths is not None
-        is_fused = collective.tensors > 1 if isinstance(collective, AllToAll) else bool(collective.lengths)
-        if not were_known or is_fused:
-            lengths = pending.lengths = received_lengths(out, collective, self.world_size, pending.ops)
-        if not were_known and splits is None:
-            self._sent(pending.name, Sent("AllGather", own, len(own), by_rank(lengths, self.world_size)))
-        return True
-
-    def result(self, pending: Pending) -> Any:
-        """Return the result of a finished collective, in the form that the method expects."""
-        assert pending.out is not None
-        return lift(pending.collective, pending.out, pending.lengths or (), pending.ops)
+        return False
 
     def idle(self, pending: Pending) -> None:
         """Let the transport work until the result of ``pending`` may be available, or for a moment."""
@@ -296,12 +280,12 @@ class Collectives:
 
     # -- collectives of the engine itself, for statuses and errors --------------------------------
 
-    def run(self, name: str, collective: Collective, round: int = 0) -> Any:
-        """Run a collective on NumPy arrays and return its result. Blocks."""
-        pending = self.start(name, round, collective)
+    def run(self, name: str, collective: Collective, round: int = 0, lengths: tuple[int, ...] | None = None) -> Any:
+        """Run a collective on NumPy arrays and return its result. Blocks. See :meth:`start` for the arguments."""
+        pending = self.start(name, round, collective, lengths=lengths)
         while not self.advance(pending):
             pass
-        return self.result(pending)
+        return pending.result
 
     def gather_text(self, name: str, text: str) -> list[str]:
         """Gather one text per rank, in rank order. Blocks.
@@ -312,16 +296,10 @@ class Collectives:
         """
         data = np.frombuffer(text.encode(), np.uint8).copy()
         # Two collectives, because transports may need lengths in advance. Speed does not matter in error handling.
-        sizes = cut(self._gather(f"{name}.size", np.array([len(data)], np.int64).view(np.uint8)), [8] * self.world_size)
-        lengths = [int(size.view(np.int64)[0]) for size in sizes]
-        joined = self._gather(name, data, lengths)
-        self._sent(name, Sent("AllGather", data, len(data) + 8, [length + 8 for length in lengths]))
-        return [piece.tobytes().decode() for piece in cut(joined, lengths)]
-
-    def _gather(self, name: str, data: Array, lengths: Sequence[int] | None = None) -> Any:
-        recv_lengths = tuple(lengths or [len(data)] * self.world_size)
-        handle = self.transport.start(name, Request("all_gather", data, recv_lengths=recv_lengths))
-        return self._timed(self.transport.wait, handle)
+        length = AllGather(np.array([len(data)], np.int64).view(np.uint8))
+        sizes = self.run(name, length, lengths=(8,) * self.world_size)
+        lengths = tuple(int(size.view(np.int64)[0]) for size in sizes)
+        return [piece.tobytes().decode() for piece in self.run(name, AllGather(data), 1, lengths)]
 
     # -- inside -------------------------------------------------------------------------------------------
 

@@ -103,13 +103,13 @@ class Exchange(Part):
         spare = {slot: memory.second_buffer(slot, slots[slot], "float32", ops) for slot in feedback.slot_names(method)}
         self.feedback = feedback.Feedback(method, slots, spare, self.scale)
         self.ctx = self._context(bucket.spec)
-        self.work = Workspace(ops, memory.scratch, span=(0, bucket.spec.size))
+        self.work = Workspace(ops, memory.scratch[None], span=(0, bucket.spec.size))
         self.per_tensor: Sequence[tuple[Context, Workspace]] = ()
         self._fused: FusedCommunication | None = None
         if bucket.automatic and method.granularity == "tensor":
             # A hot loop: it runs for every tensor in every step
             self.per_tensor = [
-                (self._context(member), Workspace(ops, memory.members[index], bucket=self.work, span=span))
+                (self._context(member), Workspace(ops, memory.scratch[index], bucket=self.work, span=span))
                 for index, (member, span) in enumerate(zip(bucket.members, bucket.spans, strict=True))
             ]
             buffer = functools.partial(self.work.buffer, like=like)

@@ -2,7 +2,7 @@
 
 A share c of each of them is applied without momentum (``parts/momentum.py`` has the equations). The exchange delivers
 the reduced gradient unchanged, and leaves a :class:`Late`. Before the optimizer's step the driver adds a multiple of
-c·g to the optimizer's buffer, and after the step it subtracts another one (:class:`Shift`); g is the gradient that the
+c·g to the optimizer's buffer, and after the step it subtracts another one (:func:`add_at`); g is the gradient that the
 optimizer uses, whatever the program has done to it.
 """
 
@@ -153,34 +153,25 @@ def stamp_of(step: int) -> int:
     return (step + 2**7) % 2**8 - 2**7
 
 
-@dataclass(eq=False)
-class Shift:
-    """A change of one optimizer buffer for one step.
+def add_at(buffer: Array, index: Array | None, values: Array, factor: Any) -> None:
+    """Add a multiple of values to elements of an optimizer's buffer [n], in place.
 
-    Attributes:
+    Args:
+        buffer: the buffer.
         index: the elements, as of :meth:`Late.part`; None for all.
         values: c·g of these elements.
-        before: the multiple of ``values`` to add before the step; see ``Moment.changes``.
-        after: the multiple to subtract after it.
+        factor: the multiple; see ``Moment.changes``.
     """
-
-    index: Array | None
-    values: Array
-    before: Any
-    after: Any
-
-    def add_to(self, buffer: Array, factor: Any) -> None:
-        """Add a multiple of :attr:`values` to the buffer [n], in place."""
-        if dtype_name(buffer) == "float32" and isinstance(factor, float):
-            if self.index is None:
-                ops_of(buffer).subtract(buffer, self.values, -factor)
-            else:
-                ops_of(buffer).add_once(buffer, self.index, self.values, factor)
-        elif self.index is None:
-            buffer += self.values * factor
-        else:  # an element that several ranks sent has several entries
-            changed = buffer[self.index] + self.values * factor
-            buffer[self.index] = changed if isinstance(changed, np.ndarray) else changed.to(buffer.dtype)
+    if dtype_name(buffer) == "float32" and isinstance(factor, float):
+        if index is None:
+            ops_of(buffer).subtract(buffer, values, -factor)
+        else:
+            ops_of(buffer).add_once(buffer, index, values, factor)
+    elif index is None:
+        buffer += values * factor
+    else:  # an element that several ranks sent has several entries
+        changed = buffer[index] + values * factor
+        buffer[index] = changed if isinstance(changed, np.ndarray) else changed.to(buffer.dtype)
 
 
 @contextlib.contextmanager
@@ -203,7 +194,7 @@ def adapted(
     Raises:
         ValueError: a tensor has a buffer but no gradient, or they have not the size of the tensor.
     """
-    changes: list[tuple[Late, str, Array, Shift]] = []
+    changes: list[tuple[Late, str, tuple[Array, Array | None, Array], float, float]] = []
     for late in list(sent) if moment.decay else ():
         for number, member in enumerate(late.bucket.members):
             if member.name not in buffers or member.name in late.used:
@@ -218,15 +209,15 @@ def adapted(
             values, share = late.values(gradient, index, ages, moment)
             values = values.copy() if index is None else values  # the step may change its gradients
             before, after = moment.changes(late.method)
-            changes.append((late, member.name, buffer, Shift(index, values, share * before, share * after)))
-    for _, _, buffer, shift in changes:
-        shift.add_to(buffer, shift.before)
+            changes.append((late, member.name, (buffer, index, values), share * before, share * after))
+    for _, _, where, before, _ in changes:
+        add_at(*where, before)
     try:
         yield
     except BaseException:
-        for _, _, buffer, shift in changes:
-            shift.add_to(buffer, -shift.before)
+        for _, _, where, before, _ in changes:
+            add_at(*where, -before)
         raise
-    for late, name, buffer, shift in changes:
-        shift.add_to(buffer, -shift.after)
+    for late, name, where, _, after in changes:
+        add_at(*where, -after)
         late.used.add(name)

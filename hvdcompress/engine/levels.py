@@ -113,7 +113,7 @@ class NodeExchange(Part):
             # The result may overwrite the gradient, or is written to ``outs`` anyway, so no other buffer is needed
             self.vector = self.outs[0]
         elif self.vector is None:
-            work = Workspace(self.ops, self.memory.scratch)
+            work = Workspace(self.ops, self.memory.scratch[None])
             self.vector = work.buffer("node", self.bucket.spec.size, self.dtype, self.like)
         for index, gradient in zip(indices, gradients, strict=True):
             if self.vector is not gradient:

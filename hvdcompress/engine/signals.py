@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -22,15 +22,13 @@ def deferred() -> Iterator[None]:
         yield
         return
     received: list[tuple[int, FrameType | None]] = []
-    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    every: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    # SIG_DFL and SIG_IGN are not callable, and the system handles them without Python
+    handlers = {number: handler for number, handler in every.items() if callable(handler)}
     with ExitStack() as restored:
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
-            # SIG_DFL and SIG_IGN are not callable, and the system handles them without Python
-            if callable(handler):
-                handlers[number] = handler
-                restored.callback(signal.signal, number, handler)
-                signal.signal(number, lambda number, frame: received.append((number, frame)))
+        for number, handler in handlers.items():
+            restored.callback(signal.signal, number, handler)
+            signal.signal(number, lambda number, frame: received.append((number, frame)))
         yield
     for which, frame in received:
         handlers[which](which, frame)

@@ -19,9 +19,8 @@ from hvdcompress.engine.late import Late
 from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.ledger import Ledger, StepTimes
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.engine.telemetry.timing import StepTimes
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Grouping, Plan
@@ -95,7 +94,7 @@ class RankState:
         self.trigger_requests: set[str] = set()
         self.paused = False
         self.fallback = Fallback(plan.fallback and world_size > 1)
-        self.times = StepTimes(self.ledger, rank)
+        self.times = StepTimes(self.ledger)
         self._dense_trial = False  # whether the fallback measures uncompressed steps in this round
         self.round = 0
         self.replaced = False  # whether a state was replaced since the ranks last cleared the known payload lengths
@@ -109,7 +108,7 @@ class RankState:
         self._previous_fallback = (self.fallback.verdict, 0)  # verdict and ``num_flushed`` at that time
         self._committed: set[str] = set()  # buckets whose state was replaced in this round
         self._can_discard = False
-        self._loaded: snapshot.Saved | None = None  # loaded state of tensors that have not appeared yet
+        self._loaded: snapshot.Saved = snapshot.NOTHING  # loaded state of tensors that have not appeared yet
         self._claimed_by = 0  # the round until which they should have appeared
 
     @property
@@ -203,16 +202,15 @@ class RankState:
             return
         fallback.verdict = Verdict.DENSE
         kept = [state for state in states if feedback.RESIDUAL in state.slots]
-        names = [name for state in kept for name in _names(state.bucket)]
-        if left := [name for name in names if bool(self.flat_residual(name).any())]:  # type: ignore[union-attr]
+        found = [self.find(name) for state in kept for name in _names(state.bucket)]
+        if left := [spec.name for spec, residual in found if residual is not None and bool(residual.any())]:
             log.warn_once(
                 f"rank {self.rank} drops the residuals of {log.first_names(left)}: they had no gradient for "
                 f"{fallback.num_flushed} steps, or exceeded the range of float16"
             )
-            self.states = dict(self.states)
-            for state in kept:
-                slots = {**state.slots, feedback.RESIDUAL: 0 * state.slots[feedback.RESIDUAL]}
-                self.states[state.bucket.spec.name] = replace(state, slots=slots)
+            cleared = [{**state.slots, feedback.RESIDUAL: 0 * state.slots[feedback.RESIDUAL]} for state in kept]
+            new = [replace(state, slots=slots) for state, slots in zip(kept, cleared, strict=True)]
+            self.states = {**self.states, **{state.bucket.spec.name: state for state in new}}
 
     def begin_round(self) -> None:
         """Begin a new round, which :meth:`discard` can undo."""
@@ -331,39 +329,28 @@ class RankState:
     def steps(self) -> dict[str, int]:
         """Return {tensor name: steps done}, without zeros. Loaded tensors that have not appeared yet are included."""
         done = {member.name: state.step for state in self.states.values() for member in state.bucket.members}
-        loaded = self._loaded["steps"] if self._loaded else {}
-        return {name: step for name, step in {**loaded, **done}.items() if step}
+        return {name: step for name, step in {**self._loaded["steps"], **done}.items() if step}
 
     def ages(self) -> snapshot.Ages:
         """Return the progress of each tensor; see :func:`hvdcompress.engine.saving.snapshot.ages`."""
-        restarts = dict(self._loaded["restarts"]) if self._loaded else {}
+        restarts = dict(self._loaded["restarts"])
         for state in self.states.values():
             if state.triggers:
                 restarts |= {member.name: (state.triggers, *state.restart) for member in state.bucket.members}
         return snapshot.ages(self.steps(), restarts)
 
-    def find(self, name: str) -> tuple[BucketState, int]:
-        """Return the bucket state that contains a tensor, and the index of the tensor in the bucket.
+    def find(self, name: str) -> tuple[TensorSpec, Array | None]:
+        """Return a tensor and a flat view of its residual, float32 [n]; None if the method keeps no residual.
 
         Raises:
             KeyError: no tensor of that name was exchanged.
         """
         for state in self.states.values():
-            for index, member in enumerate(state.bucket.members):
+            residual = state.slots.get(feedback.RESIDUAL)
+            for member, (start, stop) in zip(state.bucket.members, state.bucket.spans, strict=True):
                 if member.name == name:
-                    return state, index
+                    return member, None if residual is None else residual[start:stop]
         raise KeyError(f"no tensor {name!r} was exchanged so far; known: {', '.join(sorted(self.names())) or 'none'}")
-
-    def flat_residual(self, name: str) -> Array | None:
-        """Return the residual of one tensor as a flat view, float32 [n]; None if the method keeps no residual.
-
-        Raises:
-            KeyError: no tensor of that name was exchanged.
-        """
-        state, index = self.find(name)
-        start, stop = state.bucket.spans[index]
-        residual = state.slots.get(feedback.RESIDUAL)
-        return None if residual is None else residual[start:stop]
 
     def residual(self, name: str) -> np.ndarray[Any, Any]:
         """Return a copy of the residual of one tensor, in its shape; zeros if the method keeps none.
@@ -371,10 +358,8 @@ class RankState:
         Raises:
             KeyError: no tensor of that name was exchanged.
         """
-        state, index = self.find(name)
-        shape = state.bucket.members[index].shape
-        flat = self.flat_residual(name)
-        return np.zeros(shape, np.float32) if flat is None else np.asarray(flat).reshape(shape).copy()
+        spec, flat = self.find(name)
+        return np.zeros(spec.shape, np.float32) if flat is None else np.asarray(flat).reshape(spec.shape).copy()
 
     def warn_about_unused(self, specs: Sequence[TensorSpec] = ()) -> None:
         """Warn on rank 0 about rules that match no tensor, and about loaded state that no tensor uses.
@@ -388,7 +373,7 @@ class RankState:
         for rule in self.plan.unused_rules(specs) if specs and self.rank == 0 else ():
             known = log.first_names([spec.name for spec in specs])
             log.warn_once(f"the plan's rule with match {{{rule.match}}} applies to no tensor; the tensors are {known}")
-        if self._loaded and self.round == self._claimed_by and self.rank == 0:
+        if self._loaded["steps"] and self.round == self._claimed_by and self.rank == 0:
             loaded = log.first_names([*self._loaded["steps"]])
             log.warn_once(
                 f"no tensor has used the loaded state of {loaded} so far; the tensors are "
@@ -405,7 +390,7 @@ class RankState:
         moved = [state for state in changed if not present.isdisjoint(_names(state.bucket))]
         if not moved:
             return
-        saved = {**(self._loaded or {}), **self._tables(moved)}
+        saved = {**self._loaded, **self._tables(moved)}
         absent = [spec for state in moved for spec in state.bucket.members if spec.name not in present]
         singles = [bucket for spec in absent for bucket in self.group([spec], None, {})]
         kept = [self._restored(saved, bucket, whole=False) for bucket in singles]
@@ -456,8 +441,7 @@ class RankState:
     def _tables(self, states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
         """Return the tables of these states and of loaded tensors that have not appeared yet."""
         tables = snapshot.tables(states)
-        waiting = self._loaded or {table: {} for table in snapshot.TABLES}
-        return {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
+        return {table: {**self._loaded[table], **tables[table]} for table in snapshot.TABLES}
 
     def load_state_dict(self, saved: snapshot.Saved, group: Callable[[], Sequence[Bucket]] | None = None) -> None:
         """Load a saved state completely or, on any error, not at all.
@@ -504,8 +488,6 @@ class RankState:
 
     def _claim(self, bucket: Bucket) -> BucketState | None:
         """Return the loaded state of a bucket that appears for the first time; None if there is none."""
-        if not self._loaded:
-            return None
         state = self._restored(self._loaded, bucket, whole=False)
         if state:
             self._loaded = snapshot.without_buckets(self._loaded, [bucket])

@@ -339,7 +339,7 @@ class Step:
         if pending is None:
             return
         self.collectives.advance(pending)
-        numbers = self.collectives.result(pending).tolist()
+        numbers = pending.result.tolist()
         length = len(Status._fields)
         status = Status(*numbers[:length])
         self.max_votes = numbers[length:]
@@ -485,7 +485,7 @@ class Step:
         """Undo a failed step: states stay as they were."""
         for exchange in self.exchanges.values():
             exchange.abandon()
-            exchange.memory.clear_scratch()  # an abandoned collective may still write to these buffers
+            exchange.memory.scratch.clear()  # an abandoned collective may still write to these buffers
         # The status carried the request, but no rank acted on it
         self.rank_state.trigger_requested |= self._requested_trigger
 
@@ -545,8 +545,8 @@ class Step:
             # Only the lengths of an all-gather have arrived; its payloads are in flight now
             self._in_flight.append(exchange)
             return
-        exchange.note_lengths(exchange.pending.lengths or ())
-        result = network.result(exchange.pending)
+        exchange.note_lengths(exchange.pending.lengths)
+        result = exchange.pending.result
         exchange.pending = None
         exchange.resume(result)
         if level == "to_owner":

@@ -34,9 +34,8 @@ if not _is_set:
 
 from hvdcompress.engine import compressor  # noqa: E402
 from hvdcompress.engine.agreement import SharedConfig, compare_configs, peer_error  # noqa: E402
-from hvdcompress.engine.arrays import PLAIN, plain_array  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
-from hvdcompress.engine.compressor import Op  # noqa: E402
+from hvdcompress.engine.compressor import PLAIN, Op, plain_array  # noqa: E402
 from hvdcompress.engine.levels import network_over  # noqa: E402
 from hvdcompress.engine.nodes import Location, find_nodes  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402

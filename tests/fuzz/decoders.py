@@ -20,7 +20,7 @@ import hvdcompress
 from experiments.report import results
 from experiments.training.experiment import Experiment
 from hvdcompress import registry
-from hvdcompress.engine.collectives import gathered_lengths, has_headers, lift, lower, received_lengths
+from hvdcompress.engine.collectives import has_headers, lift, lower, received_lengths
 from hvdcompress.engine.commit import commit_step
 from hvdcompress.engine.exchange import Exchange, ExchangeError
 from hvdcompress.engine.lockstep import carry_out
@@ -135,7 +135,7 @@ class Tampered:
                     if at == number:
                         got = np.concatenate([own, np.frombuffer(data, np.uint8)])
                     by_header = at != number or not told
-                    lengths = gathered_lengths(got, collective, 2, fast) if by_header else [len(own), len(data)]
+                    lengths = received_lengths(got, collective, 2, fast) if by_header else [len(own), len(data)]
                 else:
                     got = result.copy()
                     if at == number:  # networks keep lengths

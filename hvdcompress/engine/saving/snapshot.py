@@ -41,6 +41,7 @@ IDLE = {"watchdog", "warn_after", "end_after", "verify_every"}
 ARRIVED = "momentum.arrived"  #: slot name of ``BucketState.arrived``
 TABLES = ("steps", "restarts", "merge", "state")  #: the tables by tensor in a saved state
 Saved = Mapping[str, Any]
+NOTHING: Saved = {table: {} for table in TABLES}  #: a saved state without tensors
 Ages = Mapping[str, tuple[int, ...]]  #: {tensor name: its step, followed by its restarts if there are any}
 Copy = Callable[[list[Any]], Array]  #: concatenates the saved arrays of a slot's parts into a new array
 
@@ -252,11 +253,11 @@ def _part(saved: Saved, name: str, slot: str, size: int, dtype: str, must_exist:
     return part
 
 
-def without_buckets(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
-    """Return a saved state without the tensors of these buckets; None if no tensor remains."""
+def without_buckets(saved: Saved, buckets: Iterable[Bucket]) -> Saved:
+    """Return a saved state without the tensors of these buckets."""
     gone = {name for bucket in buckets for name in (bucket.spec.name, *(member.name for member in bucket.members))}
     left = {table: {name: entry for name, entry in saved[table].items() if name not in gone} for table in TABLES}
-    return {**saved, **left} if left["steps"] else None
+    return {**saved, **left} if left["steps"] else NOTHING
 
 
 def renamed(saved: Saved, names: Sequence[str]) -> Saved:

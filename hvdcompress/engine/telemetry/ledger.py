@@ -1,4 +1,4 @@
-"""The ledger: bytes and seconds per rank and tensor.
+"""The ledger: bytes and seconds per rank and tensor; and the durations of recent steps.
 
 ``bytes_sent`` counts the payload bytes that a rank passes to its collectives, including headers, probes and status.
 ``bytes_on_wire`` is the number of bytes that the rank transmits if the collectives run as rings. Only the latter shows
@@ -19,12 +19,16 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdcompress.engine.telemetry.observer import Observer, Sent
+
+RECENT = 100  #: number of steps that are kept
+FEWEST = 4  #: minimum number of steps for a mean
 
 
 @dataclass
@@ -163,6 +167,96 @@ class Ledger(Observer):
         self.steps = 0
         for table in (self._ranks, self._tensors, self._seconds, self._counters, self._inside_node):
             table.clear()
+
+
+class StepTime(NamedTuple):
+    """Seconds and bytes of one step, or the means of several steps.
+
+    Attributes:
+        whole: seconds from the first gradient of the step to the first gradient of the next one.
+        blocked: seconds in which the program waited for the exchange.
+        codec: codec time in seconds; it may overlap with the backward pass.
+        waiting: seconds in which the exchange waited for collectives; they may overlap, too.
+        on_wire: bytes that the rank transmits if collectives run as rings.
+        dense: bytes that it would transmit without compression.
+    """
+
+    whole: float
+    blocked: float
+    codec: float
+    waiting: float
+    on_wire: float
+    dense: float
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which the program was not blocked."""
+        return max(0.0, self.whole - self.blocked)
+
+    @property
+    def overlap(self) -> float:
+        """Lower bound of the codec time and waiting that overlap with the backward pass, in seconds."""
+        return max(0.0, self.codec + self.waiting - self.blocked)
+
+    @property
+    def other(self) -> float:
+        """Lower bound of the blocked time that is neither codec time nor waiting, in seconds."""
+        return max(0.0, self.blocked - self.codec - self.waiting)
+
+
+class StepTimes:
+    """Durations of the recent steps of one rank, which ``Compressor.summary()`` analyses.
+
+    A driver that sees the beginning and end of steps calls :meth:`note` once per step.
+
+    Args:
+        ledger: the ledger of the rank, which counts codec time and waiting.
+    """
+
+    def __init__(self, ledger: Ledger):
+        self._ledger = ledger
+        self._before = self._totals()
+        # When each step began, whether it counts, and its times. ``whole`` is unknown until the next step begins
+        self._recent: deque[tuple[float, bool, StepTime]] = deque(maxlen=RECENT + 1)
+
+    def note(self, began: float, blocked: float, waited: float = 0.0, counts: bool = True) -> None:
+        """Record a step at its end.
+
+        Args:
+            began: time of the first gradient, in seconds.
+            blocked: seconds in which the program waited for the exchange.
+            waited: seconds of waiting that the ledger does not count.
+            counts: whether it is an ordinary, compressed step.
+        """
+        totals = self._totals()
+        codec, waiting, on_wire, dense = (now - then for now, then in zip(totals, self._before, strict=True))
+        self._before = totals
+        was_reset = dense < 0
+        time = StepTime(0.0, blocked, codec, waiting + waited, on_wire, dense)
+        self._recent.append((began, counts and not was_reset, time))
+
+    def mean(self) -> StepTime | None:
+        """Return the mean of the middle half of the recent steps, sorted by duration; None if there are too few.
+
+        Like a median, this ignores steps with an evaluation or with compiling kernels. Unlike medians of the parts, all
+        parts of the mean belong to the same steps.
+        """
+        steps = sorted(
+            time._replace(whole=following - began)
+            for (began, counts, time), (following, *_) in pairwise(self._recent)
+            if counts
+        )
+        if len(steps) < FEWEST:
+            return None
+        quarter = len(steps) // 4
+        middle = steps[quarter : len(steps) - quarter]
+        return StepTime(*(sum(values) / len(middle) for values in zip(*middle, strict=True)))
+
+    def _totals(self) -> tuple[float, ...]:
+        ledger = self._ledger
+        seconds = ledger.seconds()
+        dense = 2 * (ledger.world_size - 1) / ledger.world_size * ledger.dense_bytes()
+        return seconds["codec"], seconds["wait"], ledger.bytes_on_wire(), dense
 
 
 _lock = Lock()

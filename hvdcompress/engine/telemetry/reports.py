@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from hvdcompress.engine.bucket_state import declared_by_members, declared_slots, itemsize
 from hvdcompress.engine.telemetry.figures import Figures, total
-from hvdcompress.engine.telemetry.ledger import Ledger
-from hvdcompress.engine.telemetry.timing import StepTime
+from hvdcompress.engine.telemetry.ledger import Ledger, StepTime
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 

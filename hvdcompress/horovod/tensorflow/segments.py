@@ -90,8 +90,9 @@ class _GraphTransport(Transport):
     native_broadcast = False
     variable_lengths = True
 
-    def start(self, name: str, request: Request) -> None:
-        """Start nothing."""
+    def start(self, name: str, request: Request) -> Request:
+        """Start nothing. The handle is the request, which the graph carries out."""
+        return request
 
 
 class Segments:
@@ -195,7 +196,7 @@ class Segments:
                         "rehearsal: its collectives must not depend on the values of the gradient"
                     )
                 exchange.pending = self.collectives.start(name, number, collective, like=_EMPTY)
-                request = exchange.pending.request
+                request = exchange.pending.handle
                 payload = np.ascontiguousarray(request.payload)
                 self._lengths[name, planned, number] = len(payload)
             except Exception as error:
@@ -212,9 +213,8 @@ class Segments:
             try:
                 exchange = self.exchanges[name]
                 assert exchange.pending is not None
-                exchange.pending.out = result
-                self.collectives.advance(exchange.pending)
-                exchange.resume(self.collectives.result(exchange.pending))
+                self.collectives.receive(exchange.pending, result)
+                exchange.resume(exchange.pending.result)
             except Exception as error:
                 self.errors[name] = error
 

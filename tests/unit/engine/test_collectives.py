@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from hvdcompress.engine.collectives import Collectives, cut, gathered_lengths, lower
+from hvdcompress.engine.collectives import Collectives, cut, lower, received_lengths
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Collective
 from hvdcompress.ops import fast
@@ -80,10 +80,10 @@ def test_lengths_are_read_from_the_header_of_each_fused_tensor() -> None:
     ranks = [np.concatenate([payload(extra) for extra in each]) for each in extras]
     for own, each in zip(ranks, extras, strict=True):
         collective = AllGather(own, lengths=tuple(wire.NUM_BYTES + extra for extra in each))
-        found = gathered_lengths(np.concatenate(ranks), collective, WORLD, fast)
+        found = received_lengths(np.concatenate(ranks), collective, WORLD, fast)
         assert found == [wire.NUM_BYTES + extra for pair in extras for extra in pair]
     with pytest.raises(wire.WireError):
-        gathered_lengths(np.zeros(50, np.uint8), AllGather(np.zeros(24, np.uint8)), 2, fast)
+        received_lengths(np.zeros(50, np.uint8), AllGather(np.zeros(24, np.uint8)), 2, fast)
 
 
 @both_transports

@@ -114,7 +114,7 @@ class Training(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         for name in self.net.ranks[0].names():
-            residuals = [each for rank in self.net.ranks if (each := rank.flat_residual(name)) is not None]
+            residuals = [each for rank in self.net.ranks if (each := rank.find(name)[1]) is not None]
             kept = sum(residuals, start=np.zeros(SHAPES[name]).ravel()) / self.world_size
             want = self.given[name]
             np.testing.assert_allclose(self.received[name] + kept.reshape(want.shape), want, atol=1e-4, err_msg=name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hvdcompress.engine.telemetry.ledger import StepTime
 from hvdcompress.engine.telemetry.reports import conclusion, explanation, seconds_on
-from hvdcompress.engine.telemetry.timing import StepTime
 
 STEP = StepTime(whole=0.1, blocked=0.06, codec=0.03, waiting=0.02, on_wire=1e6, dense=1e8)
 

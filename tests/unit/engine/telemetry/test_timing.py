@@ -6,9 +6,8 @@ import pytest
 
 from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.ledger import FEWEST, RECENT, Ledger, StepTimes
 from hvdcompress.engine.telemetry.observer import Sent
-from hvdcompress.engine.telemetry.timing import FEWEST, RECENT, StepTimes
 from hvdcompress.plan import plan_of
 
 
@@ -19,7 +18,7 @@ def ledger() -> Ledger:
 
 @pytest.fixture
 def times(ledger: Ledger) -> StepTimes:
-    return StepTimes(ledger, 0)
+    return StepTimes(ledger)
 
 
 def play(times: StepTimes, ledger: Ledger, lengths: list[float], counts: bool = True) -> None:
