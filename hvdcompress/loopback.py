@@ -25,10 +25,9 @@ from hvdcompress.engine.levels import network_over
 from hvdcompress.engine.nodes import Nodes, Placement, find_nodes
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Framework, Step, evaluate_loss_scale
-from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, log_to, openmetrics
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.engine.telemetry.reports import summary
+from hvdcompress.engine.telemetry.reports import Figures, Writer, figures, log_to, openmetrics, summary
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops.spec import Ops
@@ -79,7 +78,7 @@ class Loopback:
         self.nodes = find_nodes(self.plan.nodes, 0, world_size, None)
         for rank in self.ranks:
             rank.placement = Placement(self.nodes, rank.rank) if self.nodes else None
-            rank.copy = lambda parts: lockstep.of_ops(self.ops, np.concatenate(parts))
+            rank.copy = lambda parts: self.ops.asarray(joined := np.concatenate(parts), like=joined)
 
     def allreduce(self, tensors: Sequence[Any], name: str = "tensor", op: Op = "average") -> list[Any]:
         """Reduce named arrays of each rank in one step, as :meth:`hvdcompress.mpi.Compressor.allreduce`.
@@ -275,7 +274,7 @@ class Loopback:
             raise RuntimeError(f"{name!r}: {error}") from None
 
     def _of_ops(self, arrays: Iterable[np.ndarray]) -> list[Array]:
-        return [lockstep.of_ops(self.ops, array) for array in arrays]
+        return [self.ops.asarray(array, like=array) for array in arrays]
 
 
 LARGE = 1 << 20  #: maximum number of elements of the sample tensors in :func:`warm_up`

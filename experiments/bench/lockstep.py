@@ -19,7 +19,7 @@ import pandas as pd
 
 from hvdcompress.engine.commit import Part, commit_step
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.engine.lockstep import perform
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import Array, Broadcast, TensorSpec
@@ -191,7 +191,7 @@ class Lockstep:
                 collectives = [replace(collective, make=lambda made=made: made)] * self.world_size  # type: ignore[misc]
             else:
                 collectives = [replace(each, x=at.fetch(each.x)) for each in collectives]
-            for exchange, result in zip(exchanges, carry_out(collectives), strict=True):
+            for exchange, result in zip(exchanges, perform(collectives), strict=True):
                 lifted: Any = [at.array(one) for one in result] if isinstance(result, list) else at.array(result)
                 _, seconds = at.timed(exchange.resume, lifted)
                 # Only now is it known whether that was the last collective

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.engine.rehearsal import anonymous, begin, blank_state, context_of, rehearse, round_of
+from hvdcompress.engine.lockstep import anonymous, begin, blank_state, context_of, rehearse, round_of
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Collective, Method, TensorSpec

@@ -19,12 +19,11 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import isclose
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.engine.bucket_state import BucketState, declared_by_members, declared_slots
+from hvdcompress.engine.bucket_state import BucketState
 from hvdcompress.method import Array
 
 
@@ -99,30 +98,6 @@ JOIN_MESSAGE = (
 )
 
 
-def factor_of(probe: Sequence[float], world_size: int) -> float:
-    """Find out from a probe whether a stock all-reduce averages or sums.
-
-    Args:
-        probe: the reduced probe. Rank r contributed [1/p, (r + 1)/p²].
-        world_size: number of ranks, p.
-
-    Returns:
-        1/p for an average, 1 for a sum.
-
-    Raises:
-        PeerError: the all-reduce does anything else, or not all ranks contributed.
-    """
-    # Two numbers, because Min, Max and Product can give one of the expected values for the first, but not for both
-    for factor in (1.0 / world_size, 1.0):
-        second = factor * (world_size + 1) / (2 * world_size)
-        if isclose(probe[0], factor, rel_tol=0.01) and isclose(probe[1], second, rel_tol=0.01):
-            return factor
-    raise PeerError(
-        "gradients were neither averaged nor summed over all ranks; set the optimizer's op to hvd.Average or hvd.Sum "
-        f"(Min, Max, Product and Adasum are not supported). Also, {JOIN_MESSAGE}"
-    )
-
-
 class Status(NamedTuple):
     """State of a step: eight numbers, flags among them, of which the ranks take the maxima.
 
@@ -189,17 +164,13 @@ def shared_slots(states: Iterable[BucketState], host: Host = np.asarray) -> dict
         states: the bucket states of this rank.
         host: converts an array to a NumPy array in host memory.
     """
-    sums = {}
-    for state in states:
-        bucket = state.bucket
-        slot_tables = [(bucket.spec.name, declared_slots(bucket), state.slots)]
-        for member, declared, own in zip(bucket.members, declared_by_members(bucket), state.members, strict=False):
-            slot_tables.append((member.name, declared, own))
-        for name, declared, slots in slot_tables:
-            for slot, described in declared.items():
-                if described.scope == "shared" and slot in slots:
-                    sums[f"the state {slot!r} of tensor {name!r}"] = checksum(host(slots[slot]))
-    return sums
+    return {
+        f"the state {slot!r} of tensor {name!r}": checksum(host(slots[slot]))
+        for state in states
+        for name, declared, slots in state.tables()
+        for slot, about in declared.items()
+        if about.scope == "shared" and slot in slots
+    }
 
 
 def compare_checksums(everyone: Sequence[Mapping[str, int]], step: int, local_size: int = 1) -> None:
@@ -230,12 +201,10 @@ def compare_checksums(everyone: Sequence[Mapping[str, int]], step: int, local_si
     if not different:
         return
     first = different[0]
-    ranks_of: dict[int | None, list[int]] = {}
-    for rank, sums in known:
-        ranks_of.setdefault(sums.get(first), []).append(rank)
     values = "; ".join(
-        f"{'missing' if value is None else f'{value:08x}'} on rank {', '.join(map(str, ranks))}"
-        for value, ranks in ranks_of.items()
+        f"{'missing' if value is None else f'{value:08x}'} on rank "
+        f"{', '.join(str(rank) for rank, sums in known if sums.get(first) == value)}"
+        for value in dict.fromkeys(sums.get(first) for _, sums in known)
     )
     raise PeerError(
         f"ranks differ: {first} is not equal on all ranks after {step} steps (checksums: {values}); {len(different)} "

@@ -53,6 +53,12 @@ class BucketState:
 
         return cls(bucket, zeros(declared_slots(bucket)), tuple(map(zeros, declared_by_members(bucket))))
 
+    def tables(self) -> list[tuple[str, dict[str, Slot], dict[str, Array]]]:
+        """Return name, declared slots and arrays of the bucket as a whole, and then of each tensor with own slots."""
+        names = [self.bucket.spec.name, *(member.name for member in self.bucket.members)]
+        declared = [declared_slots(self.bucket), *declared_by_members(self.bucket)]
+        return list(zip(names, declared, [self.slots, *self.members], strict=False))
+
 
 @dataclass(eq=False)
 class Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import Any
@@ -50,6 +51,7 @@ class Part:
         begun_in: ``RankState.round`` at the beginning.
         stage: the current stage; a plain Part has none but the first.
         pending: the collective in flight, in stage RUNNING.
+        counters: in stage CLOSED, what the method has counted.
         outs: arrays that receive the reduced gradients, one per tensor of the bucket; None where the driver keeps it.
         round: the index of the current collective, from 0; with two levels, at its level.
         late: after :meth:`new_state`, what the optimizer's momentum is adapted to; None if it is not adapted.
@@ -76,6 +78,7 @@ class Part:
         self.late: Late | None = None
         self.round = -1
         self.stage = Stage.FILLING
+        self.counters: Counter[str] = Counter()
         self.pending: Pending | None = None
         self._received = bytearray(len(bucket.members))
         for before, now in zip(state.bucket.members, bucket.members, strict=True) if state.bucket is not bucket else ():
@@ -207,18 +210,16 @@ class Part:
         if indices is None or not by_age:
             self.late = Late(self.bucket, method, indices, ranks=ranks)
             return None
-        bucket = self.bucket
         step = self.state.step
-        ops = self.ops
         before: Any = self.state.arrived
         if before is None:  # as if every element had been sent in the last step
-            before = ops.zeros(bucket.spec.size, "int8", indices[0])
+            before = self.ops.zeros(self.bucket.spec.size, "int8", indices[0])
             before[:] = stamp_of(step)
-        arrived: Any = self.memory.second_buffer("arrived", before, "int8", ops)
-        spans = bucket.spans if len(indices) > 1 else [(0, bucket.spec.size)]
+        arrived: Any = self.memory.second_buffer("arrived", before, "int8", self.ops)
+        spans = self.bucket.spans if len(indices) > 1 else [(0, self.bucket.spec.size)]
         now = stamp_of(step + 1)
         ages = [
-            ops.stamp(before[start:stop], now, index, arrived[start:stop])
+            self.ops.stamp(before[start:stop], now, index, arrived[start:stop])
             for index, (start, stop) in zip(indices, spans, strict=True)
         ]
         for start, stop in self._spans_of(unused):
@@ -226,7 +227,7 @@ class Part:
         # A stamp is the step modulo 256. Renew old ones before they would look like recent ones
         if step % RENEWED == 0:
             arrived[now - arrived > momentum.MAX_WAIT] = stamp_of(step + 1 - momentum.MAX_WAIT)
-        self.late = Late(bucket, method, indices, ages, ranks)
+        self.late = Late(self.bucket, method, indices, ages, ranks)
         return arrived
 
     def _spans_of(self, names: Collection[str]) -> list[tuple[int, int]]:
@@ -254,11 +255,9 @@ class Part:
 
     def close(self) -> None:
         """End after the commit."""
-        self._report_commit({})
-
-    def _report_commit(self, counters: dict[str, Any]) -> None:
+        self.stage = Stage.CLOSED
         for observer in self.rank_state.observers:
-            observer.committed(self.rank_state.rank, self.name, counters)
+            observer.committed(self.rank_state.rank, self.name, self.counters)
 
     def abandon(self, fill: bool = False) -> None:
         """End without effect.
@@ -266,6 +265,7 @@ class Part:
         Args:
             fill: whether to fill the results with NaN.
         """
+        self.stage = Stage.CLOSED
         for out in self.outs if fill else ():
             if out is not None:
                 out[...] = float("nan")

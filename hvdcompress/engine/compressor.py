@@ -14,17 +14,26 @@ from hvdcompress.engine import late
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.fallback import SPREAD, WORTH, Verdict
 from hvdcompress.engine.levels import Network
+from hvdcompress.engine.lockstep import gathers
 from hvdcompress.engine.nodes import Location, Placement, find_nodes
-from hvdcompress.engine.rehearsal import gathers
 from hvdcompress.engine.safety.watchdog import Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.telemetry.figures import Figures, Writer, figures, log_to, openmetrics
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.engine.telemetry.reports import describe, explanation, first_step, summary
+from hvdcompress.engine.telemetry.reports import (
+    Figures,
+    Writer,
+    describe,
+    explanation,
+    figures,
+    first_step,
+    log_to,
+    openmetrics,
+    summary,
+)
 from hvdcompress.method import TensorSpec
 from hvdcompress.parts.momentum import Moment, heavy_ball
 from hvdcompress.plan import Bucket, Plan
@@ -76,7 +85,6 @@ class Compressor:
         self.is_adapted = False
         self._step: Step | None = None  # the open step; None between steps
         self._use_nodes(location)
-        self.rank_state.driver = self.driver
         if world_size == 1:
             log.warn_once(
                 "there is only one rank, so nothing is sent, although gradients are compressed as on several; start "
@@ -130,7 +138,7 @@ class Compressor:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        return self.rank_state.state_dict()
+        return self.rank_state.state_dict(self.driver)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a value of :meth:`state_dict` that was saved on the same rank; also before the first step.

@@ -80,7 +80,8 @@ class Exchange(Part):
         work: the workspace of the bucket.
         per_tensor: (context, workspace) of each tensor if the method runs on each tensor; otherwise empty.
         at_once: whether all gradients of the bucket are processed at once.
-        x: the vector to exchange [n]: gradient + residual, or the gradient; None until gradients were processed.
+        x: the vector to exchange [n]: gradient + residual, or the gradient; None until gradients were processed, and
+            if the method runs on each tensor.
         finite: whether all gradients so far are free of Inf and NaN: a bool, or a tensor of one element on a device.
         collective: in stage RUNNING, the collective whose result the method needs next.
         reduced: from stage REDUCED on, the results of the method: one for the bucket, or one per tensor if the method
@@ -224,10 +225,8 @@ class Exchange(Part):
         if self.with_feedback:
             (found,) = tensor.receive([gradient], [0], [(0, len(gradient))], ctx, work)
             x = spare[feedback.RESIDUAL]
-            self.x = self.feedback.spare[feedback.RESIDUAL]
         else:
             x, found = self._scan(gradient, 0, state, ctx, work)
-            self.x = x
         work.scanned = [found]
         self.finite = both(self.finite, found.finite)
         self._zero_nonfinite(found.finite, x, where)
@@ -249,16 +248,15 @@ class Exchange(Part):
         Returns:
             The vector for the method, and the scan result. A gradient with an Inf or a NaN becomes zeros.
         """
-        ops = self.ops
         scan = NOTHING
         # The scan would see values before the multiplication by the loss scale, which the method never sees
         if index is not None and self.scale == 1.0:
             scan = self.method.scan(index, state, ctx, work, gradient)
-        found = ops.inspect(gradient, scan)
+        found = self.ops.inspect(gradient, scan)
         # ``finite`` is a tensor on a device, and then _zero_nonfinite() applies it there
         if found.finite is False:
-            gradient = ops.zeros(len(gradient), self.dtype, like=gradient)
-            found = ops.inspect(gradient, scan)._replace(finite=False)
+            gradient = self.ops.zeros(len(gradient), self.dtype, like=gradient)
+            found = self.ops.inspect(gradient, scan)._replace(finite=False)
         return gradient if self.scale == 1.0 else gradient * np.float32(self.scale), found
 
     def _zero_nonfinite(self, finite: Flag, x: Array, span: slice) -> None:
@@ -436,23 +434,19 @@ class Exchange(Part):
         """End the exchange after the commit."""
         self._expect(Stage.DELIVERED)
         # Counters and lengths become visible only now, because an abandoned step must leave no trace
-        counters = self.work.counters
-        for _, work in self.per_tensor:
-            for name, count in work.counters.items():
-                counters[name] = counters.get(name, 0) + count
+        for work in (self.work, *(work for _, work in self.per_tensor)):
+            self.counters.update(work.counters)
         if not self.paused:
             self.memory.lengths |= self._lengths
             if len(self.method.phases) > 1 and self.rank_state.next_step(self.bucket).phase != self.ctx.phase:
                 self.memory.lengths.clear()  # a later phase may have other payload lengths
             if any(reduced.trigger for reduced in self.reduced):
                 self.rank_state.trigger_requests.add(self.name)
-        self.stage = Stage.CLOSED
-        self._report_commit(counters)
+        super().close()
 
     def abandon(self, fill: bool = False) -> None:
         """End the exchange without effect; see :meth:`Part.abandon`."""
         super().abandon(fill)
-        self.stage = Stage.CLOSED
         # Closing the generator frees the buffers that its frame refers to
         if self._communication:
             self._communication.close()

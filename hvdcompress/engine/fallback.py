@@ -30,7 +30,8 @@ SPREAD = 20  #: steps over which the residuals are sent
 REPEATS = 3  #: further steps, which send what the range of float16 put back into the residuals
 PATIENCE = 100  #: steps after which the residuals of tensors without a gradient are dropped
 _FIRST = sum(count for _, count in SCHEDULE[:4]) + 1  # steps after which the first runs can be compared
-_ALL = sum(count for _, count in SCHEDULE) + 1
+_STEPS = [(uncompressed, index) for uncompressed, count in SCHEDULE for index in range(count)]
+_ALL = len(_STEPS) + 1
 
 
 class Verdict(StrEnum):
@@ -102,12 +103,8 @@ class Fallback:
 
     def _position(self) -> tuple[bool, int]:
         """Return whether the next step is uncompressed, and its index in its run of steps."""
-        index = self._steps
-        for uncompressed, count in SCHEDULE:
-            if index < count:
-                return uncompressed, index
-            index -= count
-        return False, index
+        after = self._steps - len(_STEPS)
+        return _STEPS[self._steps] if after < 0 else (False, after)
 
     def note(self, began: float, ended: float) -> None:
         """Record the duration of a step on this rank.

@@ -77,7 +77,6 @@ class NodeExchange(Part):
         collective: the collective whose result is needed next; None if the exchange waits for :meth:`deliver`, or is
             done.
         finite: whether the sum is free of Inf and NaN. Only its owner knows.
-        x: an array on the device of the payloads.
         vector: the gradients of this rank, and later the result, in the order of the bucket's tensors [n].
         inner: the exchange between nodes; None on the other ranks of the node, and until the sum is there.
     """
@@ -87,15 +86,15 @@ class NodeExchange(Part):
     ):
         super().__init__(rank_state, bucket, like, ops)
         assert rank_state.placement is not None
+        self.placement = rank_state.placement
         self.network = network
         self.loss_scale = loss_scale
-        self.x = like
         self.level: Level = "to_owner"
         self.collective: Collective | None = None
         self.finite: Flag = True
         self.inner: Exchange | None = None
-        self.owner = rank_state.placement.owner(bucket)
-        self.is_owned = rank_state.owns(bucket)
+        self.owner = self.placement.owner(bucket)
+        self.is_owned = self.placement.owns(bucket)
         self.vector: Any = None
         self._communication = self._communicate()
 
@@ -227,18 +226,16 @@ class NodeExchange(Part):
             self.inner.abandon()
         super().abandon(fill)
         self._communication.close()
-        self.stage = Stage.CLOSED
 
     # -- descriptions for messages --------------------------------------------------------------------------
 
     def describe_wait(self, count: int = 1) -> str:
         """Describe the collective that this rank waits for; see :meth:`Exchange.describe_wait`."""
-        placement = self.rank_state.placement
-        assert placement is not None
-        node = placement.nodes.node_of(placement.rank)
+        nodes = self.placement.nodes
+        node = nodes.node_of(self.placement.rank)
         if self.level == "to_owner":
             return f"the gradients of tensor {self.name!r} of the ranks of node {node}"
         if self.level == "between" and self.inner:
             return self.inner.describe_wait(count)
-        owner = placement.nodes.ranks_of_node(node)[self.owner]
+        owner = nodes.ranks_of_node(node)[self.owner]
         return f"the result of tensor {self.name!r} from rank {owner} of this node"

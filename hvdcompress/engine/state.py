@@ -77,7 +77,6 @@ class RankState:
             :class:`~hvdcompress.engine.step.Step` objects per round.
         late: {bucket name: what was sent} of the gradients that the optimizer may not have used yet.
         tracks_ages: whether an optimizer needs the ages of elements; None if no optimizer is known yet.
-        driver: the driver's name, which is saved with the state.
         placement: which rank of a node owns each tensor, in exchanges with two levels; None with one level.
         copy: concatenates saved arrays of a slot into a new array of the driver's library, on the gradients' device.
     """
@@ -101,7 +100,6 @@ class RankState:
         self.metrics: dict[str, tuple[float, float]] = {}  # {metric: (least, greatest)} since the last trigger
         self.late: dict[str, Late] = {}
         self.tracks_ages: bool | None = None
-        self.driver = "loopback"
         self.placement: Placement | None = None
         self.copy: snapshot.Copy = np.concatenate
         self._previous: Mapping[str, BucketState] = {}  # states at the beginning of the round, for discard()
@@ -427,13 +425,17 @@ class RankState:
 
     # -- saved and restored ---------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state as plain data with copied arrays; ``snapshot.py`` documents the format."""
+    def state_dict(self, driver: str = "loopback") -> dict[str, Any]:
+        """Return this rank's state as plain data with copied arrays; ``snapshot.py`` documents the format.
+
+        Args:
+            driver: the driver's name, which is saved with the state.
+        """
         head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
         head |= {"world": self.world_size, "rank": self.rank}
         if self.placement:
             head["nodes"] = {**self.placement.nodes._asdict(), "owners": dict(self.placement.owners)}
-        head[snapshot.MADE_BY] = snapshot.made_by(self.driver)
+        head[snapshot.MADE_BY] = snapshot.made_by(driver)
         head["fallback"] = self.fallback.state()
         head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
         return head | self._tables(self.states.values())

@@ -116,7 +116,7 @@ class Step:
         loss_scale: the factor by which the loss was multiplied. Set it before the first gradient.
         error: the first deferred error of this rank; the status tells the other ranks.
         factor: factor of sums over ranks: 1/world_size for an average, 1 for a sum; None until it is known.
-        used: for each tensor in ``config.tensors``, whether this rank had a gradient; None if all tensors had one. A
+        used: for each tensor in ``config.tensors``, whether this rank had a gradient; empty if all tensors had one. A
             tensor without a gradient on any rank keeps its state. Only with an ordered transport.
         votes: timings of this rank for the fallback, sent with its last status; all ranks send equally many.
         max_votes: the maximum of each vote over all ranks, after the step.
@@ -144,7 +144,7 @@ class Step:
         self.exchanges: dict[str, Exchange | NodeExchange] = {}
         self.error: Exception | None = None
         self.factor: float | None = None
-        self.used: Sequence[bool] | None = None
+        self.used: Sequence[bool] = ()
         self.checksums: dict[str, int] = {}
         self.finite = True
         self.unused: set[str] = set()
@@ -428,13 +428,12 @@ class Step:
         # The first status was sent before the gradients, so only the last one can tell whether they are finite
         if self.collectives.ordered:
             self._read_device_flags()
-            last = np.array([not self.finite, *self.votes, *(self.used or ())], np.float64)
+            last = np.array([not self.finite, *self.votes, *self.used], np.float64)
             non_finite, *others = self.collectives.run("status", AllReduce(last, "max"), 1).tolist()
             self.max_votes = others[: len(self.votes)]
-            everyones_use = others[len(self.votes) :]
             self.finite = not non_finite
-            if self.used is not None:
-                self.unused = {name for name, use in zip(self.config.tensors, everyones_use, strict=True) if not use}
+            everyones_use = zip(self.config.tensors, others[len(self.votes) :], strict=bool(self.used))
+            self.unused |= {name for name, use in everyones_use if not use}
         self.close()
 
     def _wait_for_status(self) -> None:
@@ -516,7 +515,7 @@ class Step:
     def _start_collective(self, exchange: Exchange | NodeExchange) -> None:
         assert exchange.collective is not None
         exchange.pending = self.network[exchange.level].start(
-            exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.x, exchange.known_lengths()
+            exchange.name, exchange.round, exchange.collective, exchange.ops, exchange.like, exchange.known_lengths()
         )
 
     def _return_results(self) -> None:

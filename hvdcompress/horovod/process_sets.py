@@ -1,11 +1,13 @@
-"""Compressors of Horovod's process sets, under every framework: their numbers, and whether their ranks are gone."""
+"""What Compressors under Horovod share, whatever the framework: numbers in process sets, and stock all-reduces."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import isclose
 from typing import Any
 
+from hvdcompress.engine.agreement import JOIN_MESSAGE, PeerError
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.launchers import is_elastic
 
@@ -40,3 +42,27 @@ def has_changed(process_set: Any, world_size: int) -> bool:
         return bool(process_set.size() != world_size)
     except ValueError:
         return True
+
+
+def factor_of(probe: Sequence[float], world_size: int) -> float:
+    """Find out from a probe whether a stock all-reduce averages or sums.
+
+    Args:
+        probe: the reduced probe. Rank r contributed [1/p, (r + 1)/p²].
+        world_size: number of ranks, p.
+
+    Returns:
+        1/p for an average, 1 for a sum.
+
+    Raises:
+        PeerError: the all-reduce does anything else, or not all ranks contributed.
+    """
+    # Two numbers, because Min, Max and Product can give one of the expected values for the first, but not for both
+    for factor in (1.0 / world_size, 1.0):
+        second = factor * (world_size + 1) / (2 * world_size)
+        if isclose(probe[0], factor, rel_tol=0.01) and isclose(probe[1], second, rel_tol=0.01):
+            return factor
+    raise PeerError(
+        "gradients were neither averaged nor summed over all ranks; set the optimizer's op to hvd.Average or hvd.Sum "
+        f"(Min, Max, Product and Adasum are not supported). Also, {JOIN_MESSAGE}"
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.lockstep import of_ops, to_numpy
+from hvdcompress.engine.lockstep import to_numpy
 from hvdcompress.method import Context, Method, Sparse, TensorSpec, Workspace
 from hvdcompress.parts import feedback, seed
 from hvdcompress.parts.wire import WireError
@@ -241,7 +241,7 @@ def check_wire(case: Case) -> None:
     n = case.method.num_positions(ctx.spec)
     work = Workspace(ops)
     for payload in payloads[:2]:
-        share = case.method.decode(of_ops(ops, payload.copy()), ctx, work)
+        share = case.method.decode(ops.asarray(payload.copy(), like=payload), ctx, work)
         _require_fit(share, n, "an undamaged payload")
         hashes = seed.uniform(seed._key(case.seed, len(payload)), 90)
         for number, u in enumerate(hashes):
@@ -254,7 +254,7 @@ def check_wire(case: Case) -> None:
             else:  # bytes appended
                 damaged = np.concatenate([damaged, damaged[:position]])
             try:
-                share = case.method.decode(of_ops(ops, damaged), ctx, work)
+                share = case.method.decode(ops.asarray(damaged, like=damaged), ctx, work)
             except WireError:
                 continue
             except Exception as error:

@@ -168,9 +168,9 @@ def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
                     keep(member.name, slot, array[start:stop], how)
             else:
                 keep(bucket.spec.name, slot, array, how)
-        for member, own, known in zip(bucket.members, state.members, declared_by_members(bucket), strict=False):
+        for name, known, own in state.tables()[1:]:
             for slot, array in own.items():
-                keep(member.name, slot, array, known[slot].merge)
+                keep(name, slot, array, known[slot].merge)
     return {"steps": steps, "restarts": restarts, "merge": merge, "state": arrays}
 
 
@@ -266,11 +266,11 @@ def renamed(saved: Saved, names: Sequence[str]) -> Saved:
     Keras adds the name of the model to the path of a variable in some versions, and omits it in others.
     """
     mine = saved["steps"].keys()
-    new: dict[str, str] = {}
-    for old in mine - set(names):
-        found = [name for name in set(names) - mine if name.endswith(f"/{old}") or old.endswith(f"/{name}")]
-        if len(found) == 1:
-            new[old] = found[0]
+    alike = {
+        old: [name for name in set(names) - mine if name.endswith(f"/{old}") or old.endswith(f"/{name}")]
+        for old in mine - set(names)
+    }
+    new = {old: found[0] for old, found in alike.items() if len(found) == 1}
     if len(set(new.values())) < len(new):  # two saved tensors would get the same name
         return saved
     return {**saved, **{table: {new.get(name, name): one for name, one in saved[table].items()} for table in TABLES}}

@@ -8,7 +8,7 @@ retrace. So this driver
 
 * identifies a tensor by the variable to which its gradient belongs (``naming.py``);
 * builds each exchange as a chain of graph nodes: a Python segment, a Horovod collective, a segment, and so on. The
-  sequence of collectives must be known in advance (``engine/rehearsal.py``). If it changes over time, there is one
+  sequence of collectives must be known in advance (``engine/lockstep.py``). If it changes over time, there is one
   chain for each sequence, and ``tf.switch_case`` selects one;
 * runs the segments (``segments.py``) in the numpy core, on the memory of the tensors. A codec is then a single graph
   node, which keeps tracing cheap. It was also faster than TensorFlow's own operations
@@ -38,7 +38,7 @@ from horovod.tensorflow import mpi_ops
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import compare_configs
 from hvdcompress.engine.collectives import cut
-from hvdcompress.engine.rehearsal import Round, rehearse
+from hvdcompress.engine.lockstep import Round, rehearse
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.step import evaluate_loss_scale
 from hvdcompress.engine.telemetry.observer import Sent

@@ -23,14 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.agreement import PeerError, factor_of
+from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.commit import Part, commit_step
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rehearsal import Round, lengths, round_of
+from hvdcompress.engine.lockstep import Round, lengths, round_of
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group, Request, Transport
+from hvdcompress.horovod.process_sets import factor_of
 from hvdcompress.method import Array
 from hvdcompress.ops import fast, pool
 from hvdcompress.plan import Bucket

@@ -23,7 +23,7 @@ from horovod.torch.mpi_ops import _basics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress._torch.compressor import TensorCompressor, named
-from hvdcompress.engine.agreement import PeerError, SharedConfig, compare_configs, factor_of
+from hvdcompress.engine.agreement import PeerError, SharedConfig, compare_configs
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import SMALL
 from hvdcompress.engine.levels import Network, network_over
@@ -32,7 +32,7 @@ from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Step
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
-from hvdcompress.horovod.process_sets import has_changed, number_compressor
+from hvdcompress.horovod.process_sets import factor_of, has_changed, number_compressor
 from hvdcompress.horovod.torch.transport import HorovodTransport
 from hvdcompress.launchers import is_elastic
 from hvdcompress.method import Method

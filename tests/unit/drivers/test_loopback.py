@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.engine.lockstep import perform
 from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
@@ -160,10 +160,10 @@ def test_ranks_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch, colle
 
 
 def test_all_to_all_and_the_largest_of_all_ranks() -> None:
-    pieces = carry_out([AllToAll(np.arange(6, dtype=np.uint8) + 10 * rank) for rank in range(3)])
+    pieces = perform([AllToAll(np.arange(6, dtype=np.uint8) + 10 * rank) for rank in range(3)])
     assert np.array(pieces)[1].tolist() == [[2, 3], [12, 13], [22, 23]], "piece 1 of each rank"
     arrays = [np.float32([1, 5]), np.float32([3, -2])]
-    results = carry_out([AllReduce(a, op="max") for a in arrays])
+    results = perform([AllReduce(a, op="max") for a in arrays])
     assert [r.tolist() for r in results] == [[3, 5], [3, 5]] and arrays[0].tolist() == [1, 5]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdcompress.engine.agreement import PeerError, Status, compare_configs, factor_of, fingerprint, peer_error
+from hvdcompress.engine.agreement import PeerError, Status, compare_configs, fingerprint, peer_error
+from hvdcompress.horovod.process_sets import factor_of
 
 
 def status_of(state: float = 0.0, loss_scale: float = 1.0, **flags: bool) -> Status:

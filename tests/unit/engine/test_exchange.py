@@ -10,7 +10,7 @@ import pytest
 
 from hvdcompress.engine.commit import Stage, commit_step
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.engine.lockstep import perform
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import TensorSpec
@@ -52,7 +52,7 @@ def finish(exchanges: Sequence[Exchange], factor: float = 1.0) -> None:
     """Run started exchanges of all ranks until their results are written."""
     while exchanges[0].stage is Stage.RUNNING:
         collectives: list[Any] = [exchange.collective for exchange in exchanges]
-        for exchange, result in zip(exchanges, carry_out(collectives), strict=True):
+        for exchange, result in zip(exchanges, perform(collectives), strict=True):
             exchange.resume(result)
     for exchange in exchanges:
         exchange.deliver(factor)

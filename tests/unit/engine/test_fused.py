@@ -10,7 +10,7 @@ import pytest
 
 from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.fused import FusedCommunication, contiguous_view
-from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.engine.lockstep import perform
 from hvdcompress.engine.transport import Group
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
@@ -45,7 +45,7 @@ def run(programs: list[list[list[Any]]]) -> list[list[Any]]:
     ranks = [fuse(*tensors, rank=rank, world_size=WORLD) for rank, tensors in enumerate(programs)]
     results: list[Any] = [None] * WORLD
     for _ in programs[0][0]:
-        results = carry_out([rank.send(result) for rank, result in zip(ranks, results, strict=True)])
+        results = perform([rank.send(result) for rank, result in zip(ranks, results, strict=True)])
     found = []
     for rank, result in zip(ranks, results, strict=True):
         with pytest.raises(StopIteration) as stopped:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress.engine import rehearsal
+from hvdcompress.engine import lockstep
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, Reduced, TensorSpec, Workspace
 from hvdcompress.ops.numpy import ops as reference
@@ -117,7 +117,7 @@ def run_exchange(method: Any, x: np.ndarray, state: dict[str, Any], ctx: Context
     result = None
     while True:
         try:
-            (result,) = rehearsal.carry_out([running.send(result)])
+            (result,) = lockstep.perform([running.send(result)])
         except StopIteration as stop:
             return stop.value
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.engine.lockstep import perform
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.parts.regions import SHARES, bounds
@@ -100,7 +100,7 @@ def test_damaged_piece_is_refused(damage: str) -> None:
         )
         for rank in range(2)
     ]
-    (own, other), _ = carry_out([next(rank) for rank in ranks])
+    (own, other), _ = perform([next(rank) for rank in ranks])
     bad = {
         "cut": other[:-4],
         "longer": np.r_[other, other[:4]],
