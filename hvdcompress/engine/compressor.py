@@ -445,7 +445,7 @@ class Compressor:
                 slower ranks.
         """
         table = summary(self.figures(), self.ledger, self.rank_state.rank)
-        step = self.rank_state.times.mean()
+        step = self.ledger.mean_step()
         if step is None:
             return table + self._decision()
         return f"{table}\n{explanation(step, self._uncompressed_steps(step.computing), link_gbits)}"

@@ -19,7 +19,7 @@ from hvdcompress.engine.late import Late
 from hvdcompress.engine.nodes import Nodes, Placement
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.telemetry.ledger import Ledger, StepTimes
+from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.parts import feedback
@@ -39,6 +39,7 @@ class NextStep(NamedTuple):
         method: the method of the step.
         phase: index into ``method.phases``.
         restart: ``BucketState.restart`` after the step.
+        dtype: dtype of the computation: float64 only for float64 gradients of methods that keep float64.
     """
 
     bucket: Bucket
@@ -46,11 +47,7 @@ class NextStep(NamedTuple):
     method: Method
     phase: int
     restart: tuple[int, int]
-
-    @property
-    def dtype(self) -> str:
-        """Dtype of the computation: float64 only for float64 gradients of methods that keep float64."""
-        return "float64" if self.bucket.spec.dtype == "float64" and self.method.keeps_float64 else "float32"
+    dtype: str
 
     @property
     def passes_through(self) -> bool:
@@ -72,7 +69,6 @@ class RankState:
         trigger_requests: names of the buckets whose method requested it in the last exchange.
         paused: whether the user has paused compression: gradients are reduced uncompressed, and states do not change.
         fallback: compares steps with and without compression.
-        times: durations of recent steps.
         round: counts training steps. Drivers that exchange buckets separately (FSDP2, TensorFlow) use several
             :class:`~hvdcompress.engine.step.Step` objects per round.
         late: {bucket name: what was sent} of the gradients that the optimizer may not have used yet.
@@ -93,7 +89,6 @@ class RankState:
         self.trigger_requests: set[str] = set()
         self.paused = False
         self.fallback = Fallback(plan.fallback and world_size > 1)
-        self.times = StepTimes(self.ledger)
         self._dense_trial = False  # whether the fallback measures uncompressed steps in this round
         self.round = 0
         self.replaced = False  # whether a state was replaced since the ranks last cleared the known payload lengths
@@ -159,7 +154,8 @@ class RankState:
             method = Flush(share=self.fallback.share, beta=feedback.beta(method))
         else:
             phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
-        return NextStep(bucket, state, method, phase, restart)
+        dtype = "float64" if bucket.spec.dtype == "float64" and method.keeps_float64 else "float32"
+        return NextStep(bucket, state, method, phase, restart, dtype)
 
     def note_begun(self, bucket: Bucket) -> None:
         """Report the beginning of an exchange to the observers.
@@ -241,10 +237,10 @@ class RankState:
         self._committed = set()
 
     def note_step(self, began: float, ended: float, blocked: float | None = None, waited: float = 0.0) -> None:
-        """Record the duration of a finished step in :attr:`times` and :attr:`fallback`.
+        """Record the duration of a finished step in :attr:`ledger` and :attr:`fallback`.
 
-        Paused steps are not recorded. :attr:`times` also omits uncompressed steps, and :attr:`fallback` omits warm-up
-        steps.
+        Paused steps are not recorded. The ledger's mean also omits uncompressed steps, and :attr:`fallback` omits
+        warm-up steps.
 
         Args:
             began: time of the first gradient, in seconds.
@@ -255,7 +251,7 @@ class RankState:
         # Steps that also send residuals are not typical
         gives_up = self.fallback.verdict in (Verdict.FLUSH, Verdict.DENSE)
         counts = not (self.uncompressed or gives_up)
-        self.times.note(began, ended - began if blocked is None else blocked, waited, counts)
+        self.ledger.note_step(began, ended - began if blocked is None else blocked, waited, counts)
         if self.paused or not self.fallback.compares:
             return
         if any(state.bucket.program.at(state.step).id != "none" for state in self.states.values()):

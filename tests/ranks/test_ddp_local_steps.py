@@ -429,7 +429,7 @@ def test_the_summary_of_auto_estimates_local_steps(driver):
         compressor.rank_state.fallback = Fallback(True, Verdict.COMPRESS, (0.5, 2.0))
         for _ in range(6):
             model(torch.randn(16, 20)).sum().backward()
-        computing = compressor.rank_state.times.mean().computing
+        computing = compressor.ledger.mean_step().computing
         local = 1e3 * (computing + (2.0 - computing) / 30)
         assert f"local_steps = 30: about {local:.1f} ms" in compressor.summary()
 

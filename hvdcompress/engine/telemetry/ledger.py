@@ -53,6 +53,41 @@ class Entry:
         return Entry(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
+class StepTime(NamedTuple):
+    """Seconds and bytes of one step, or the means of several steps.
+
+    Attributes:
+        whole: seconds from the first gradient of the step to the first gradient of the next one.
+        blocked: seconds in which the program waited for the exchange.
+        codec: codec time in seconds; it may overlap with the backward pass.
+        waiting: seconds in which the exchange waited for collectives; they may overlap, too.
+        on_wire: bytes that the rank transmits if collectives run as rings.
+        dense: bytes that it would transmit without compression.
+    """
+
+    whole: float
+    blocked: float
+    codec: float
+    waiting: float
+    on_wire: float
+    dense: float
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which the program was not blocked."""
+        return max(0.0, self.whole - self.blocked)
+
+    @property
+    def overlap(self) -> float:
+        """Lower bound of the codec time and waiting that overlap with the backward pass, in seconds."""
+        return max(0.0, self.codec + self.waiting - self.blocked)
+
+    @property
+    def other(self) -> float:
+        """Lower bound of the blocked time that is neither codec time nor waiting, in seconds."""
+        return max(0.0, self.blocked - self.codec - self.waiting)
+
+
 @dataclass
 class Ledger(Observer):
     """Observer that adds up bytes and seconds since its creation or the last :meth:`reset`.
@@ -73,6 +108,9 @@ class Ledger(Observer):
     _seconds: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     _counters: dict[tuple[int, str], Any] = field(default_factory=lambda: defaultdict(int))
     _inside_node: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _before: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # the totals after the last step
+    # When each step began, whether it counts, and its times. ``whole`` is unknown until the next step begins
+    _recent: deque[tuple[float, bool, StepTime]] = field(default_factory=lambda: deque(maxlen=RECENT + 1))
 
     # -- events -----------------------------------------------------------------------------------------
 
@@ -168,59 +206,10 @@ class Ledger(Observer):
         for table in (self._ranks, self._tensors, self._seconds, self._counters, self._inside_node):
             table.clear()
 
+    # -- durations of steps -----------------------------------------------------------------------------
 
-class StepTime(NamedTuple):
-    """Seconds and bytes of one step, or the means of several steps.
-
-    Attributes:
-        whole: seconds from the first gradient of the step to the first gradient of the next one.
-        blocked: seconds in which the program waited for the exchange.
-        codec: codec time in seconds; it may overlap with the backward pass.
-        waiting: seconds in which the exchange waited for collectives; they may overlap, too.
-        on_wire: bytes that the rank transmits if collectives run as rings.
-        dense: bytes that it would transmit without compression.
-    """
-
-    whole: float
-    blocked: float
-    codec: float
-    waiting: float
-    on_wire: float
-    dense: float
-
-    @property
-    def computing(self) -> float:
-        """Seconds in which the program was not blocked."""
-        return max(0.0, self.whole - self.blocked)
-
-    @property
-    def overlap(self) -> float:
-        """Lower bound of the codec time and waiting that overlap with the backward pass, in seconds."""
-        return max(0.0, self.codec + self.waiting - self.blocked)
-
-    @property
-    def other(self) -> float:
-        """Lower bound of the blocked time that is neither codec time nor waiting, in seconds."""
-        return max(0.0, self.blocked - self.codec - self.waiting)
-
-
-class StepTimes:
-    """Durations of the recent steps of one rank, which ``Compressor.summary()`` analyses.
-
-    A driver that sees the beginning and end of steps calls :meth:`note` once per step.
-
-    Args:
-        ledger: the ledger of the rank, which counts codec time and waiting.
-    """
-
-    def __init__(self, ledger: Ledger):
-        self._ledger = ledger
-        self._before = self._totals()
-        # When each step began, whether it counts, and its times. ``whole`` is unknown until the next step begins
-        self._recent: deque[tuple[float, bool, StepTime]] = deque(maxlen=RECENT + 1)
-
-    def note(self, began: float, blocked: float, waited: float = 0.0, counts: bool = True) -> None:
-        """Record a step at its end.
+    def note_step(self, began: float, blocked: float, waited: float = 0.0, counts: bool = True) -> None:
+        """Record the duration of a step at its end. A driver that sees the beginning and end of steps calls it.
 
         Args:
             began: time of the first gradient, in seconds.
@@ -235,7 +224,7 @@ class StepTimes:
         time = StepTime(0.0, blocked, codec, waiting + waited, on_wire, dense)
         self._recent.append((began, counts and not was_reset, time))
 
-    def mean(self) -> StepTime | None:
+    def mean_step(self) -> StepTime | None:
         """Return the mean of the middle half of the recent steps, sorted by duration; None if there are too few.
 
         Like a median, this ignores steps with an evaluation or with compiling kernels. Unlike medians of the parts, all
@@ -253,10 +242,9 @@ class StepTimes:
         return StepTime(*(sum(values) / len(middle) for values in zip(*middle, strict=True)))
 
     def _totals(self) -> tuple[float, ...]:
-        ledger = self._ledger
-        seconds = ledger.seconds()
-        dense = 2 * (ledger.world_size - 1) / ledger.world_size * ledger.dense_bytes()
-        return seconds["codec"], seconds["wait"], ledger.bytes_on_wire(), dense
+        seconds = self.seconds()
+        dense = 2 * (self.world_size - 1) / self.world_size * self.dense_bytes()
+        return seconds["codec"], seconds["wait"], self.bytes_on_wire(), dense
 
 
 _lock = Lock()

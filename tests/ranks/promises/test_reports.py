@@ -101,7 +101,7 @@ def test_summary_says_where_the_time_of_a_step_goes(driver):
     assert all(len(line) <= 80 for line in table.splitlines()), table
     for words in ("computing", "blocked", "codec", "waiting", "at 1 Gbit/s", "uncompressed steps"):
         assert words in table, table
-    time = handle.compressor.rank_state.times.mean()
+    time = handle.compressor.ledger.mean_step()
     assert 0 < time.blocked <= time.whole and 0 < time.on_wire < time.dense, time
     assert 0 < time.codec < time.whole and 0 <= time.waiting < time.whole, time
     handle.close()
