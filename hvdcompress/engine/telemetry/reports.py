@@ -67,6 +67,20 @@ class Figures:
         return totals.dense / totals.sent if totals.dense and totals.sent else math.nan
 
 
+def by_program(buckets: Iterable[Bucket]) -> dict[str, list[Bucket]]:
+    """Return {program as text: its buckets}, the program with most elements first."""
+    groups: dict[str, list[Bucket]] = {}
+    for bucket in buckets:
+        groups.setdefault(str(bucket.program), []).append(bucket)
+    return dict(sorted(groups.items(), key=lambda item: -size_of(item[1])[1]))
+
+
+def size_of(buckets: Iterable[Bucket]) -> tuple[int, int]:
+    """Return the numbers of tensors and of elements in these buckets."""
+    members = [member for bucket in buckets for member in bucket.members]
+    return len(members), sum(member.size for member in members)
+
+
 def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: Host = np.asarray) -> list[Figures]:
     """Return the figures of one rank by program, the largest first, and traffic that belongs to no tensor last.
 
@@ -78,33 +92,32 @@ def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: H
     """
     found: dict[str, Figures] = {}
     program_of: dict[str, str] = {}
-    for bucket in buckets:
-        program = str(bucket.program)
-        group = found.setdefault(program, Figures(program, describe_method(local.next_step(bucket).method)))
-        group.tensors += len(bucket.members)
-        group.elements += bucket.spec.size
-        program_of |= dict.fromkeys([bucket.spec.name, *(member.name for member in bucket.members)], program)
-        state = local.states.get(bucket.spec.name)
-        residual = state.slots.get(feedback.RESIDUAL) if state else None
-        if residual is not None:
-            flat = host(residual).reshape(-1)
-            # Unlike a product of float64 arrays, this makes no float64 copy of the residual
-            norm = math.sqrt(np.einsum("i,i", flat, flat, dtype=np.float64))
-            group.residual = math.hypot(group.residual or 0.0, norm)
+    for program, group in by_program(buckets).items():
+        figure = found[program] = Figures(program, describe_method(local.next_step(group[0]).method), *size_of(group))
+        program_of |= {name: program for each in group for name in (each.spec.name, *(m.name for m in each.members))}
+        states = [local.states[each.spec.name] for each in group if each.spec.name in local.states]
+        kept = (host(state.slots[feedback.RESIDUAL]) for state in states if feedback.RESIDUAL in state.slots)
+        # Unlike a product of float64 arrays, this makes no float64 copy of a residual
+        norms = [math.sqrt(np.einsum("i,i", each, each, dtype=np.float64)) for each in map(np.ravel, kept)]
+        figure.residual = math.hypot(*norms) if norms else None
     other = Figures(OTHER, OTHER)
     for name, entry in ledger.tensors(local.rank).items():
         found.get(program_of.get(name, ""), other).totals += entry
-    groups = sorted(found.values(), key=lambda group: -group.elements)
-    return [*groups, *([other] if other.totals != Entry() else [])]
+    return [*found.values(), *([other] if other.totals != Entry() else [])]
 
 
 def total(groups: Sequence[Figures]) -> Figures:
     """Return the figures of all groups together."""
     totals = sum((each.totals for each in groups), Entry())
-    whole = Figures("", "total", sum(each.tensors for each in groups), sum(each.elements for each in groups), totals)
     kept = [each.residual for each in groups if each.residual is not None]
-    whole.residual = math.hypot(*kept) if kept else None
-    return whole
+    return Figures(
+        "",
+        "total",
+        sum(each.tensors for each in groups),
+        sum(each.elements for each in groups),
+        totals,
+        math.hypot(*kept) if kept else None,
+    )
 
 
 # -- the plan in use ---------------------------------------------------------------------------------------
@@ -112,13 +125,9 @@ def total(groups: Sequence[Figures]) -> Figures:
 
 def describe(buckets: Iterable[Bucket]) -> str:
     """Return one line per group of tensors: the methods, the number of tensors, and the memory of state per rank."""
-    groups: dict[str, list[Bucket]] = {}
-    for bucket in buckets:
-        groups.setdefault(str(bucket.program), []).append(bucket)
     lines = []
-    for text, group in sorted(groups.items(), key=lambda item: -sum(bucket.spec.size for bucket in item[1])):
-        elements = sum(bucket.spec.size for bucket in group)
-        tensors = sum(len(bucket.members) for bucket in group)
+    for text, group in by_program(buckets).items():
+        tensors, elements = size_of(group)
         megabytes = sum(memory(bucket) for bucket in group) / 1e6
         lines.append(
             f"{text}: {tensors} tensor{'s' * (tensors != 1)}, {elements:,} elements, {megabytes:.2f} MB of state"
