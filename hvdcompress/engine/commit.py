@@ -49,7 +49,7 @@ class Part:
         state: the state before the step.
         memory: the reused buffers of the bucket.
         begun_in: ``RankState.round`` at the beginning.
-        stage: the current stage; a plain Part has none but the first.
+        stage: the current stage. A plain Part gets no gradients, so it waits in the first one for the commit.
         pending: the collective in flight, in stage RUNNING.
         counters: in stage CLOSED, what the method has counted.
         outs: arrays that receive the reduced gradients, one per tensor of the bucket; None where the driver keeps it.

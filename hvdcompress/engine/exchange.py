@@ -121,6 +121,7 @@ class Exchange(Part):
         self.x: Array | None = None
         self.finite: Flag = True
         self._waiting: dict[int, Array] = {}  # gradients that are not processed yet, by the index of their tensor
+        self._num_waiting = 0  # their elements
         self.collective: Collective | None = None
         self.reduced: list[Reduced] = []
         self._communication: Communication | FusedCommunication | None = self._fused
@@ -153,9 +154,11 @@ class Exchange(Part):
         """Process gradients, or let them wait for others."""
         waiting = self._waiting
         waiting.update(zip(indices, gradients, strict=True))
-        if self.is_full or not (self.at_once or sum(map(len, waiting.values())) < TILE):
+        self._num_waiting += sum(map(len, gradients))
+        if self.is_full or not (self.at_once or self._num_waiting < TILE):
             # Reset first: if the method raises an exception, the gradients must not be processed again
             self._waiting = {}
+            self._num_waiting = 0
             with self._codec():
                 self._process_all(waiting)
 

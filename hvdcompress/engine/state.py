@@ -286,9 +286,7 @@ class RankState:
         for metric, value in metrics.items():
             value = float(value) if np.isfinite(value) else float("inf")  # a loss of NaN counts as the worst
             low, high = self.metrics.get(metric, (value, value))
-            low = min(low, value)
-            high = max(high, value)
-            self.metrics[metric] = (low, high)
+            low, high = self.metrics[metric] = (min(low, value), max(high, value))
             self.trigger_requested |= any(method.wants_trigger(metric, value, low, high) for method in methods)
 
     def take_trigger_request(self) -> bool:
