@@ -281,8 +281,8 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
                 before -= _entry(group)
             buffer = state.get(known.key)
             # Adam makes its average in its first step, from zeros
-            after = after if buffer is not None else moment.rate
-            change = _Change(parameter, late, index, values, share * before, share * after)
+            after = share * (moment.rate if buffer is None else after)
+            change = _Change(parameter, late, index, values, share * before, after)
             _apply(change, change.before, buffer)
             step.changes.append(change)
 

@@ -227,30 +227,30 @@ class Collectives:
         kind = type(collective).__name__
         if isinstance(collective, Broadcast):
             payload = request.payload if self.group.rank == int(collective.root) else None
-            self._sent(name, kind, payload, collective.num_bytes)
+            self.report(name, kind, payload, collective.num_bytes)
             return lift(collective, (yield self.transport.start(label, request)), (), ops), ()
         own = collective.x
         splits = collective.splits if isinstance(collective, AllToAll) else None
         if not has_headers(collective):
-            self._sent(name, kind, own, own.nbytes, splits=splits)
+            self.report(name, kind, own, own.nbytes, splits=splits)
             out = yield self.transport.start(label, request)
             return lift(collective, out, request.recv_lengths or (), ops), ()
         if lengths is None and not self.transport.variable_lengths:
             # MPI and torch.distributed need all lengths before the payloads
             announced = np.array(splits or (len(own),), np.int64).view(np.uint8)
             eight = (8,) * self.world_size
-            self._sent("lengths", kind, announced, len(announced), None if splits else eight)
+            self.report("lengths", kind, announced, len(announced), None if splits else eight)
             first = replace(request, payload=announced, send_lengths=eight if splits else None, recv_lengths=eight)
             found = yield self.transport.start(f"{label}.lengths", first)
             lengths = tuple(np.asarray(found).view(np.int64).tolist())
         if splits or lengths is not None:
-            self._sent(name, kind, own, own.nbytes, None if splits else lengths, splits)
+            self.report(name, kind, own, own.nbytes, None if splits else lengths, splits)
         out = yield self.transport.start(label, replace(request, recv_lengths=lengths))
         # For fused payloads, only the headers tell where the payload of each tensor begins
         is_fused = collective.tensors > 1 if isinstance(collective, AllToAll) else bool(collective.lengths)
         received = received_lengths(out, collective, self.world_size, ops) if lengths is None or is_fused else lengths
         if lengths is None and not splits:
-            self._sent(name, kind, own, own.nbytes, by_rank(received, self.world_size))
+            self.report(name, kind, own, own.nbytes, by_rank(received, self.world_size))
         return lift(collective, out, received, ops), received
 
     def ready(self, pending: Pending) -> bool:
@@ -311,7 +311,7 @@ class Collectives:
             observer.waited(self.rank, seconds)
         return result
 
-    def _sent(
+    def report(
         self,
         name: str,
         kind: str,
@@ -320,6 +320,7 @@ class Collectives:
         lengths: Sequence[int] | None = None,
         splits: Sequence[int] | None = None,
     ) -> None:
+        """Tell the observers of a payload that is passed to a collective of these ranks; see :class:`Sent`."""
         event = Sent(kind, payload, num_bytes, lengths, splits, self.group, self.inside_node)
         for observer in self.observers:
             observer.sent(self.rank, name, event)

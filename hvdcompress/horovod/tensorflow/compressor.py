@@ -41,7 +41,6 @@ from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.lockstep import Round, rehearse
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.step import evaluate_loss_scale
-from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.process_sets import has_changed, number_compressor
 from hvdcompress.horovod.tensorflow.naming import Names
 from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, graph_dtype, with_denormals
@@ -393,8 +392,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         sizes = hvd.allgather(tf.constant([len(data)]), name=f"{name}.size", process_set=self.process_set).numpy()
         joined = hvd.allgather(tf.constant(data), name=name, process_set=self.process_set).numpy()
         lengths = [int(size) + 4 for size in sizes]
-        for observer in self.rank_state.observers:
-            observer.sent(self.rank_state.rank, "plan", Sent("AllGather", data, len(data) + 4, lengths))
+        self._segments.collectives.report("plan", "AllGather", data, len(data) + 4, lengths)
         return [piece.tobytes() for piece in cut(joined, sizes.tolist())]
 
     def _waits_for(self) -> str | None:

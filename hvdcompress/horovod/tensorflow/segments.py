@@ -29,7 +29,6 @@ from hvdcompress.engine.commit import Part, commit_step
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.lockstep import Round, lengths, round_of
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group, Request, Transport
 from hvdcompress.horovod.process_sets import factor_of
 from hvdcompress.method import Array
@@ -165,7 +164,7 @@ class Segments:
             failed = float(name in self.errors)
             flags = (float(not finite), float(requests), failed, failed * (rank + 1))
             probe = np.array([1.0 / p, (rank + 1.0) / p**2, *flags], np.float32)
-            self._sent(name, Sent("AllReduce", probe, probe.nbytes))
+            self.collectives.report(name, "AllReduce", probe, probe.nbytes)
             return probe
 
     def phase(self, bucket: Bucket) -> tuple[int, int]:
@@ -276,7 +275,7 @@ class Segments:
 
     def _pass_on(self, bucket: Bucket) -> Part:
         """Tell the engine that the stock all-reduce reduces a bucket."""
-        self._sent(bucket.spec.name, Sent("AllReduce", None, 4 * bucket.spec.size))
+        self.collectives.report(bucket.spec.name, "AllReduce", None, 4 * bucket.spec.size)
         return Part(self.rank_state, bucket, _EMPTY, fast)
 
     def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
@@ -300,10 +299,6 @@ class Segments:
         self._requested += self.rank_state.take_trigger_request()
         self._requesting[exchange.name] = self._requested
         return self._carried.get(exchange.name, 0) < self._requested
-
-    def _sent(self, name: str, what: Sent) -> None:
-        for observer in self.rank_state.observers:
-            observer.sent(self.rank_state.rank, name, what)
 
     def _zeros(self, bucket: Bucket, number: int, planned: Round) -> list[Array]:
         """Return what :meth:`send` returns, with zeros as the payload, for a rank that has failed."""

@@ -31,7 +31,6 @@ from hvdcompress.engine.nodes import Location
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Step
 from hvdcompress.engine.telemetry.ledger import Ledger
-from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.process_sets import factor_of, has_changed, number_compressor
 from hvdcompress.horovod.torch.transport import HorovodTransport
 from hvdcompress.launchers import is_elastic
@@ -493,8 +492,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         else:
             stock = self._probe.clone()  # Horovod reduces it in place
         payload = ctx.gradient if ctx.passed else None
-        for observer in self.rank_state.observers:
-            observer.sent(self.rank_state.rank, ctx.name, Sent("AllReduce", payload, stock.nbytes))
+        step.collectives.report(ctx.name, "AllReduce", payload, stock.nbytes)
         return stock
 
     def _identify(self, tensor: torch.Tensor, position: int) -> str:
