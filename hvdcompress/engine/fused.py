@@ -46,7 +46,7 @@ class FusedCommunication:
         self.ops = ops
         self.buffer = buffer
         self.current = names[0]
-        self._communications: list[Communication | None] = [None] * len(names)
+        self._communications: dict[int, Communication] = {}  # by index of the tensor
         self._collectives: list[Collective | None] = [None] * len(names)
         self._reduced: list[Reduced | None] = [None] * len(names)
         self._round = 0
@@ -78,18 +78,15 @@ class FusedCommunication:
 
     def close(self) -> None:
         """Close all communications."""
-        for communication in self._communications:
-            if communication is not None:
-                communication.close()
+        for communication in self._communications.values():
+            communication.close()
 
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _run(self, index: int, result: Any) -> None:
-        communication = self._communications[index]
-        assert communication is not None
         self.current = self.names[index]
         try:
-            self._collectives[index] = require_collective(communication.send(result))
+            self._collectives[index] = require_collective(self._communications[index].send(result))
         except StopIteration as stop:
             self._collectives[index] = None
             self._reduced[index] = self._detached(stop.value)
