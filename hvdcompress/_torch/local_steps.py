@@ -269,6 +269,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
                 rank is gone.
             ValueError: a parameter has been unfrozen, which is not exchanged.
         """
+        self._require_own_parameters()
         self.steps += 1
         self._note_versions()
         is_warm_up = self.steps <= self.warmup
@@ -293,6 +294,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
 
         Afterwards all ranks have the same parameters. Without a step since the last exchange it is a no-op.
         """
+        self._require_own_parameters()
         self._notice_changes()
         if self._find_changes():
             self._average()
@@ -309,7 +311,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         """Context manager for evaluating or saving the model: inside, all ranks have the same parameters.
 
         They are those after the last exchange. Nothing is exchanged, so one rank may use it alone. Afterwards each rank
-        trains on with its own parameters, as if nothing had happened.
+        trains on with its own parameters, as if nothing had happened. Training inside raises RuntimeError.
         """
         if self._own:
             yield
@@ -344,6 +346,14 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
             for name, value in values.items():
                 now[name].copy_(value)
 
+    def _require_own_parameters(self) -> None:
+        """Raise RuntimeError inside of :meth:`synchronized`, at whose end changes of the parameters would be lost."""
+        if self._own:
+            raise RuntimeError(
+                "local steps: the program trains or synchronizes inside of `with compressor.synchronized():`, where "
+                "the model has the parameters of the last exchange; end the context first"
+            )
+
     def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of an optimizer that trains the parameters.
 
@@ -373,6 +383,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Optimizer pre-step hook: notice changes of the parameters, and load the optimizer's saved state."""
+        self._require_own_parameters()
         if not any(each is unwrapped(optimizer) for each in self._optimizers):
             self._add_optimizer(optimizer)
             self._load_optimizer(optimizer)

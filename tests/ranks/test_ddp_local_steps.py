@@ -337,6 +337,29 @@ def test_state_inside_of_synchronized_is_that_of_the_rank(driver):
     training.local.close()
 
 
+def test_training_inside_of_synchronized_is_refused(driver):
+    """Its changes would be lost. An evaluation with gradients in evaluation mode is none."""
+    training = Training(driver, True).run(range(4))
+    loop = Training(driver, False).run(range(4))
+    before = [each.clone() for each in training.net.parameters()]
+    for owner, call in (
+        (training, partial(training.take, 4)),
+        (training, training.local.synchronize),
+        (loop, partial(loop.take, 4)),
+        (loop, loop.local.step),
+        (loop, loop.local.synchronize),
+    ):
+        with pytest.raises(RuntimeError, match="end the context first"), owner.local.synchronized():
+            call()
+    with training.local.synchronized():
+        training.net.eval()
+        training.loss(4)
+        training.net.train()
+    assert all(torch.equal(*pair) for pair in zip(training.net.parameters(), before, strict=True))
+    training.run(range(4, STEPS)).end()
+    loop.local.close()
+
+
 def test_copies_of_the_model_take_no_local_steps(driver):
     training = Training(driver, True)
     for other in (copy.deepcopy(training.net), pickle.loads(pickle.dumps(training.net)), copy.deepcopy(training.model)):
