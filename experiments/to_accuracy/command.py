@@ -107,7 +107,7 @@ def report(
         others = results.load("to-accuracy")
         found = pd.concat([others[others["kind"] == "train"], found])
     formats = dict.fromkeys(("milliseconds", "p95", "longest"), "{:.0f}")
-    formats |= {"rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}"}
+    formats |= {"rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}", "at_equal_time": "{:.3f}"}
     for title, rows in comparisons(found):
         tables.show(table(rows), f"\n### {title}\n", **{column: text.format for column, text in formats.items()})
     if publish:
