@@ -85,15 +85,24 @@ def measure(
 @app.command()
 def report(
     folder: Annotated[Path | None, typer.Option(help="Folder of the results. Default: the published ones.")] = None,
+    trainings: Annotated[
+        bool,
+        typer.Option("--published-trainings", help="Add the published trainings, which no machine's speed changes."),
+    ] = False,
     name: Annotated[str, typer.Option(help="Name of the published results.")] = "to-accuracy",
     publish: Annotated[bool, typer.Option("--publish", help="Write experiments/results/NAME.json.")] = False,
 ) -> None:
     """Print a table per training and link."""
+    import pandas as pd
+
     from experiments.report import results, tables
     from experiments.to_accuracy.report import comparisons, table
     from experiments.units import kept
 
     found = kept(folder) if folder else results.load(name)
+    if trainings:
+        others = results.load("to-accuracy")
+        found = pd.concat([others[others["kind"] == "train"], found])
     formats = dict.fromkeys(("milliseconds", "p95", "longest"), "{:.0f}")
     formats |= {"rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}", "at_equal_time": "{:.3f}"}
     for title, rows in comparisons(found):
