@@ -23,7 +23,7 @@ import numpy as np
 import typer
 
 from experiments.configfile import MethodEntry, methods_of
-from experiments.report import numbers, results, tables
+from experiments.report import numbers, results, statistics, tables
 from experiments.training.gradients import Gradients, load
 from hvdcompress.loopback import Loopback
 
@@ -51,13 +51,13 @@ def measure(entry: MethodEntry, gradients: Gradients) -> dict[str, Any]:
         bare.ledger.reset()
         out = _flat(bare.allreduce(ranks)[0])
         compressed = bare.ledger.bytes_sent(world_size - 1) < bare.ledger.dense_bytes(world_size - 1)
-        errors.append((_error(out, mean), compressed))
+        errors.append((statistics.relative_error(out, mean), compressed))
         cosines.append(_cosine(out, mean) if compressed else math.nan)
     some = any(compressed for _, compressed in errors)  # else the method sends everything, always
     each = [error for error, compressed in errors if compressed or not some]
     whole = None
     if plan.program.main.feedback != "momentum":
-        whole = _error(np.sum(outs, axis=0), np.sum(means, axis=0))
+        whole = statistics.relative_error(np.sum(outs, axis=0), np.sum(means, axis=0))
     return {
         "method": entry.label,
         "one_exchange": float(np.nanmedian(each)),
@@ -75,11 +75,6 @@ def _mean(ranks: Sequence[dict[str, Vector]]) -> dict[str, Vector]:
 
 def _flat(tensors: dict[str, Vector]) -> Vector:
     return np.concatenate([tensors[name].ravel().astype(np.float64) for name in sorted(tensors)])
-
-
-def _error(found: Vector, expected: Vector) -> float:
-    norm = np.linalg.norm(expected)
-    return float(np.linalg.norm(found - expected) / norm) if norm else math.nan
 
 
 def _cosine(found: Vector, expected: Vector) -> float:

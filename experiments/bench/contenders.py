@@ -114,6 +114,11 @@ class OverTorch:
             parameter.grad = None
         return found
 
+    def forget(self) -> None:
+        if self.compressor:
+            self.compressor.release()
+            self.compressor.close()
+
 
 class OverHorovod(OverTorch):
     """The stock optimizer, with one of Horovod's own compressions or one of our methods."""
@@ -150,10 +155,6 @@ class OverHorovod(OverTorch):
 
         return go
 
-    def forget(self) -> None:
-        if self.compressor:
-            self.compressor.release()
-
 
 class OverDDP(OverTorch):
     """PyTorch's DistributedDataParallel over gloo or NCCL: dense, with one of its hooks, or with a method."""
@@ -177,10 +178,6 @@ class OverDDP(OverTorch):
                 kept.clear()
         self.steps += 1
         return self.module(gradients).backward  # DDP's backward ends when all is reduced
-
-    def forget(self) -> None:
-        if self.compressor:
-            self.compressor.close()
 
 
 class Net(torch.nn.Module):

@@ -220,21 +220,14 @@ def _levels(rows: pd.DataFrame, column: str, shown: Callable[[float], str]) -> l
     return [f"{figures[name]} → {figures[f'two-level {name}']}" for name in LEVELS]
 
 
-def _wide(cells: pd.Series, index: pd.Series, columns: pd.Series) -> pd.DataFrame:
-    """Return texts as a table."""
-    return (
-        pd.DataFrame({"": index, "columns": columns, "cell": cells})
-        .pivot_table("cell", "", "columns", "first", sort=False)
-        .rename_axis(None, axis=1)
-        .reset_index()
-    )
-
-
 def _by_rate(frame: pd.DataFrame, contenders: list[str]) -> pd.DataFrame:
     """Return a table of contenders by rate: seconds, and how many times as fast as the best dense all-reduce."""
     rows = frame.set_index("contender").loc[contenders].reset_index()
     cells = rows["seconds"].map(seconds_of) + " (" + rows["speed_up"].map(rate_of) + ")"
-    return _wide(cells, rows["contender"].replace(BASELINES), rows["rate"].map(title))
+    long = {"": rows["contender"].replace(BASELINES), "rate": rows["rate"].map(title), "cell": cells}
+    return (
+        pd.DataFrame(long).pivot_table("cell", "", "rate", "first", sort=False).rename_axis(None, axis=1).reset_index()
+    )
 
 
 def _parts_of(frame: pd.DataFrame) -> pd.DataFrame:

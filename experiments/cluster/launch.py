@@ -250,7 +250,6 @@ def run(
     *,
     hosts: Hosts | None = None,
     timeout: float | None = None,
-    log: Path | None = None,
 ) -> str:
     """Run a Python program on every rank, and wait until all ranks have ended.
 
@@ -260,7 +259,6 @@ def run(
         driver: see :func:`lines`.
         hosts: emulated hosts to start them on.
         timeout: seconds after which the ranks are ended.
-        log: the file that gets all output; a temporary one by default.
 
     Returns:
         What the ranks printed.
@@ -270,9 +268,7 @@ def run(
         Stopped: Ctrl-C or SIGTERM. Every rank has ended.
     """
     with contextlib.ExitStack() as stack:
-        if log is None:
-            log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdc-"))) / "log.txt"
-        before = log.stat().st_size if log.exists() else 0
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdc-"))) / "log.txt"
         stack.enter_context(stoppable())
         env = ring(num_ranks) if hosts else {}
         # entered last: ended first
@@ -284,7 +280,7 @@ def run(
             time.sleep(0.1)
         if status and len(ranks.processes) > 1:
             time.sleep(1.0)  # the others may say what has failed
-        text = log.read_bytes()[before:].decode(errors="replace")
+        text = log.read_text(encoding="utf-8", errors="replace")
         if status:
             raise LaunchError(f"a rank of {num_ranks} failed (exit status {status})\n{tail(log)}")
         return text.partition("\n")[2]

@@ -157,18 +157,6 @@ def _local(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "outer": {**outer, "nesterov": outer["momentum"] > 0}}
 
 
-def at_rate(name: str, lr: float) -> str:
-    """Return a contender with a factor of the task's learning rate.
-
-    >>> at_rate("topk@density=0.002:plain", 2), at_rate("dense", 0.5), at_rate("dense", 1)
-    ('topk@density=0.002,lr=2:plain', 'dense@lr=0.5', 'dense')
-    """
-    if lr == 1:
-        return name
-    text, colon, form = name.partition(":")
-    return f"{text}{',' if '@' in text else '@'}lr={lr:g}{colon}{form}"
-
-
 def without_rate(name: str) -> str:
     """Return a contender without its factor of the learning rate.
 

@@ -48,8 +48,7 @@ def units_of(
             decays = decay or TASKS[name].decays
             changes = {"steps": steps, "decays": decays, "warmup_steps": steps // 10 if decays else 0}
             task = TASKS[name].model_copy(update=changes)
-            common = {"task": name, "steps": steps, "ranks": ranks, "decays": decays}
-            common["unit"] = task.metric.unit
+            common = {"task": name, "steps": steps, "ranks": ranks, "decays": decays, "unit": task.metric.unit}
             for contender in contenders:
                 parse(contender, task)
                 settings = {"task": task.model_dump(), "contender": contender, "ranks": ranks, "seed": seed}

@@ -95,8 +95,7 @@ def reproduce(
 
     found = import_module(f"experiments.papers.{paper}.claims").PAPER
     for task in found.tasks:
-        if problem := TASKS[task].missing():
-            raise ValueError(f"the data of {task!r} is missing: {problem}")
+        TASKS[task].require()
     folder = output or Path("build/reproduce") / paper
     seeds = (0,) if quick else (0, 1, 2)
     records = measured(found, folder, seeds, jobs or len(os.sched_getaffinity(0)), split(claims))

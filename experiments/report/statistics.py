@@ -1,10 +1,17 @@
-"""Means over seeds with 90 % intervals, and paired differences between contenders."""
+"""Paired differences between contenders with 90 % intervals over seeds, and errors of vectors."""
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
 from hvdcompress.cli.numbers import mean_interval
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return ‖found − expected‖/‖expected‖; NaN if ``expected`` is zero."""
+    norm = np.linalg.norm(expected)
+    return float(np.linalg.norm(found - expected) / norm) if norm else np.nan
 
 
 def gaps(frame: pd.DataFrame, value: str, by: str, reference: str, paired: list[str]) -> pd.DataFrame:

@@ -49,22 +49,19 @@ def train(
     races: RacesOption = "mlp",
     contenders: ContendersOption = CONTENDERS,
     seeds: Annotated[str, typer.Option(help="Such as 1-5 or 1,3.")] = "1-3",
-    lrs: Annotated[
-        str, typer.Option(help="Factors of the learning rate; the best one of the first seed serves the others.")
-    ] = "1",
     driver: DriverOption = "ddp",
     device: DeviceOption = "cpu",
     folder: FolderOption = FOLDER,
 ) -> None:
     """Train each contender once per seed. Trainings that have a result are skipped.
 
-    Accuracy per step does not depend on the link, so it is measured without one.
+    Accuracy per step does not depend on the link, so it is measured without one. To try several learning rates, name
+    a contender with each of them: topk,topk@lr=2. The report takes the one that was best on the first seed.
     """
     from experiments.to_accuracy.run import Setting, train_all
 
     chosen = races.split(",")
-    names, factors = _names(contenders, chosen), [float(word) for word in lrs.split(",")]
-    train_all(Setting(folder, driver, device), chosen, names, seeds_of(seeds), factors)
+    train_all(Setting(folder, driver, device), chosen, _names(contenders, chosen), seeds_of(seeds))
 
 
 @app.command("time")
@@ -107,7 +104,7 @@ def report(
         others = results.load("to-accuracy")
         found = pd.concat([others[others["kind"] == "train"], found])
     formats = dict.fromkeys(("milliseconds", "p95", "longest"), "{:.0f}")
-    formats |= {"rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}"}
+    formats |= {"rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}", "at_equal_time": "{:.3f}"}
     for title, rows in comparisons(found):
         tables.show(table(rows), f"\n### {title}\n", **{column: text.format for column, text in formats.items()})
     if publish:

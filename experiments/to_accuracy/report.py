@@ -21,7 +21,7 @@ from hvdcompress.cli.numbers import mean_interval
 
 SCORED = 5  #: the score is the mean of so many last evaluations
 COMPARISON = ["race", "device", "driver", "rate"]
-TRAINED = ["lr", "seed", "step", "score", "seconds"]
+TRAINED = ["lr", "seed", "step", "score", "seconds", "evaluations"]
 
 
 def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
@@ -56,12 +56,18 @@ def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
         seeds = {run["seed"]: run for run in runs if run["contender"] == chosen}
         for seed, run in sorted(seeds.items()):
             step = reached(run) or math.nan
-            score = np.mean([score for _, _, score in run["evaluations"][-SCORED:]])
-            more = {"lr": parse(chosen, race.task).lr, "seed": seed, "step": step, "score": float(score)}
-            rows.append({**row, **more, "seconds": step * row["milliseconds"] / 1000})
+            more = {"lr": parse(chosen, race.task).lr, "seed": seed, "step": step, "evaluations": run["evaluations"]}
+            rows.append(
+                {**row, **more, "score": score_of(run["evaluations"]), "seconds": step * row["milliseconds"] / 1000}
+            )
         if not seeds:
             rows.append(row)
     return pd.DataFrame(rows, columns=[*COMPARISON, "contender", "milliseconds", "p95", "longest", *TRAINED])
+
+
+def score_of(evaluations: list[list[float]], steps: float = math.inf) -> float:
+    """Return the mean score of the last evaluations in the first steps; NaN if there are none."""
+    return float(pd.Series([score for step, _, score in evaluations if step <= steps][-SCORED:]).mean())
 
 
 def comparisons(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -76,8 +82,9 @@ def comparisons(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 def table(rows: pd.DataFrame) -> pd.DataFrame:
     """Return a row per contender of a comparison, the first one to arrive at the top.
 
-    Steps and seconds are means over the seeds, and NaN if one of them has not reached the target. The last column is
-    the seconds as a share of those of dense training: mean and 90 % interval over the seeds.
+    Steps and seconds are means over the seeds, and NaN if one of them has not reached the target. ``at_equal_time`` is
+    the score at the time when the contender with the fastest steps ends its training. The last column is the seconds as
+    a share of those of dense training: mean and 90 % interval over the seeds.
     """
 
     def mean(values: pd.Series) -> float:
@@ -87,7 +94,11 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
         return "{:.2f} ({:.2f} to {:.2f})".format(*mean_interval(values.dropna().tolist()))
 
     dense = rows[rows["contender"] == DENSE].set_index("seed")["seconds"]
-    found = rows.assign(of_dense=rows["seconds"] / rows["seed"].map(dense)).groupby("contender", sort=False)
+    trained = rows.dropna(subset="evaluations")
+    end = min((row.evaluations[-1][0] * row.milliseconds for row in trained.itertuples()), default=math.nan)
+    equal = pd.Series({row.Index: score_of(row.evaluations, end / row.milliseconds) for row in trained.itertuples()})
+    rows = rows.assign(of_dense=rows["seconds"] / rows["seed"].map(dense), at_equal_time=equal)
+    found = rows.groupby("contender", sort=False)
     table = found.agg(
         milliseconds=("milliseconds", "first"),
         p95=("p95", "first"),
@@ -97,6 +108,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
         steps=("step", mean),
         seconds=("seconds", mean),
         score=("score", "mean"),
+        at_equal_time=("at_equal_time", "mean"),
         of_dense=("of_dense", spread),
     )
     return table.sort_values("seconds").reset_index()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cluster import launch
-from experiments.momentum.contenders import at_rate, without_rate
+from experiments.momentum.contenders import without_rate
 from experiments.to_accuracy.races import RACES
 from experiments.units import Unit, measure
 
@@ -72,17 +72,8 @@ def start(given: Record, race: Record) -> list[Record]:
 # -- trainings ----------------------------------------------------------------------------------------------
 
 
-def train_all(
-    setting: Setting,
-    races: Sequence[str],
-    contenders: Sequence[str],
-    seeds: Sequence[int],
-    factors: Sequence[float] = (1.0,),
-) -> None:
+def train_all(setting: Setting, races: Sequence[str], contenders: Sequence[str], seeds: Sequence[int]) -> None:
     """Train what has no result yet.
-
-    With several ``factors`` of the learning rate, a contender's first seed is trained with each of them, and its other
-    seeds with the one that reached the target first.
 
     Raises:
         LaunchError, HostsError: see :func:`start`.
@@ -90,18 +81,8 @@ def train_all(
     """
     for seed in seeds:
         for race in races:
-            for contender in contenders:
-                tried = [at_rate(contender, factor) for factor in factors]
-                if seed != seeds[0] and len(tried) > 1:
-                    tried = [best([train(setting, race, name, seeds[0]) for name in tried])["contender"]]
-                for name in tried:
-                    train(setting, race, name, seed)
-
-
-def train(setting: Setting, race: str, contender: str, seed: int) -> Record:
-    """Return the result of a training: it is run if it has not been."""
-    (record,) = setting.measured({"kind": "train", "race": race, "rate": None, "contender": contender, "seed": seed})
-    return record
+            for name in contenders:
+                setting.measured({"kind": "train", "race": race, "rate": None, "contender": name, "seed": seed})
 
 
 def reached(record: Record) -> int | None:

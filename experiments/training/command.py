@@ -105,8 +105,7 @@ def units_of(experiment: Experiment, driver: str, hosts: int | None, rate: str |
     """
     for task in experiment.tasks:
         net_of(task.task, task.net)
-        if problem := TASKS[task.task].missing():
-            raise ValueError(problem)
+        TASKS[task.task].require()
         if task.clip == "before":
             raise ValueError(f"{task.label}: clip must be after, unless ranks are simulated")
     launched = {"driver": driver, "ranks": experiment.ranks, "hosts": hosts, "rate": rate}

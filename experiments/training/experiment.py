@@ -94,9 +94,7 @@ class Experiment(ConfigFile):
         Raises:
             ValueError: there is no such label.
         """
-        kept_tasks = self.pick("tasks", tasks)
-        if steps is not None:
-            kept_tasks = [task.model_copy(update={"steps": steps}) for task in kept_tasks]
+        chosen = [task.model_copy(update={"steps": steps or task.steps}) for task in self.pick("tasks", tasks)]
         return self.model_copy(
-            update={"tasks": kept_tasks, "methods": self.pick("methods", methods), "ranks": ranks or self.ranks}
+            update={"tasks": chosen, "methods": self.pick("methods", methods), "ranks": ranks or self.ranks}
         )

@@ -87,8 +87,7 @@ def save_gradients(
     from experiments.training.tasks import TASKS, net_of
 
     name = net_of(task, net)
-    if problem := TASKS[task].missing():
-        raise ValueError(problem)
+    TASKS[task].require()
     rate = {"learning_rate": learning_rate, "warmup_steps": 0, "decays": False}
     given = Task.model_validate(
         {"label": name, "task": task, "net": name, "steps": steps, "batch_size": batch_size, **rate}

@@ -113,10 +113,9 @@ class ResidualBlock(nn.Module):
 
 
 def _residual(data: Any, widths: tuple[int, ...], blocks: int) -> nn.Module:
-    first = widths[0]
-    layers: list[nn.Module] = [nn.Conv2d(data.x.shape[1], first, 3, padding=1, bias=False)]
-    layers += [nn.GroupNorm(8, first), nn.ReLU()]
-    channels = first
+    channels = widths[0]
+    layers: list[nn.Module] = [nn.Conv2d(data.x.shape[1], channels, 3, padding=1, bias=False)]
+    layers += [nn.GroupNorm(8, channels), nn.ReLU()]
     for stage, wanted in enumerate(widths):
         for number in range(blocks):
             layers.append(ResidualBlock(channels, wanted, 2 if stage and not number else 1))
@@ -257,16 +256,21 @@ class MuonWithAdamW:
             each.step()
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
 def optimizer_of(task: Task, net: nn.Module) -> Any:
     """Return the optimizer of a task, at the task's largest learning rate."""
     if task.optimizer == "muon":
         return MuonWithAdamW(task, net)
     common: dict[str, Any] = {"params": net.parameters(), "lr": task.learning_rate, "weight_decay": task.weight_decay}
-    if task.optimizer == "adamw":
-        return torch.optim.AdamW(betas=(task.momentum, 0.999), **common)
-    if task.optimizer == "adagrad":
-        return torch.optim.Adagrad(**common)
-    return {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}[task.optimizer](momentum=task.momentum, **common)
+    own: dict[str, Any] = {"adamw": {"betas": (task.momentum, 0.999)}, "adagrad": {}}
+    return OPTIMIZERS[task.optimizer](**common, **own.get(task.optimizer, {"momentum": task.momentum}))
 
 
 def _tensors(net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -217,11 +217,10 @@ class Source(NamedTuple):
     metric: Metric
     folder: Path | None = None
 
-    def missing(self) -> str | None:
-        """Return what is missing and how to get it; None if the data is there."""
-        if self.folder is None or self.folder.is_dir():
-            return None
-        return f"there is no {self.folder}: apt-get install dataset-fashion-mnist (Debian) brings it"
+    def require(self) -> None:
+        """Raise ValueError unless the data is on this machine; the message says how to get it."""
+        if self.folder and not self.folder.is_dir():
+            raise ValueError(f"there is no {self.folder}: apt-get install dataset-fashion-mnist (Debian) brings it")
 
 
 CENTRED = partial(scaled_fashion_mnist, 0.286)

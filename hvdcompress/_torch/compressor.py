@@ -6,6 +6,7 @@ How gradients arrive and how ranks communicate belongs to the drivers: ``ddp/``,
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ REAL = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: name components of torch.compile and of checkpointing
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  #: parts of names that PyTorch's wrappers add
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _compressors: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()  # of this process
@@ -72,9 +73,7 @@ def named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
 
 def plain_name(name: str) -> str:
     """Return a parameter's name without the components that ``torch.compile`` and activation checkpointing add."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return WRAPPERS.sub("", name)
 
 
 def averaged_by_ddp(model: torch.nn.Module, named_tensors: Iterable[tuple[str, _Tensor]]) -> dict[str, _Tensor]:

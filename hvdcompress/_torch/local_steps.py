@@ -15,6 +15,8 @@ DiLoCo: Douillard et al. 2025, arXiv 2501.18512, algorithm 2).
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +38,9 @@ from hvdcompress.method import Method
 from hvdcompress.plan import Plan, plan_of
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  #: the outer optimizer of DiLoCo's paper (section 3.1)
+FEWEST, MOST = 10, 30  #: steps between exchanges that every="auto" chooses from; more cost accuracy (the guide has it)
+MEASURED = 3  #: the exchange that is measured for it; the first ones compile and allocate
+SHARE = 0.1  #: of the time of the steps that an exchange may take
 AVERAGES = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  #: an outer optimizer that averages the parameters
 
 
@@ -136,7 +141,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        every: int,
+        every: int | Literal["auto"],
         method: str | Method | Plan | Mapping[str, Any] = "auto",
         outer: Mapping[str, Any] | Literal["auto"] | None = "auto",
         fragments: int = 1,
@@ -148,8 +153,13 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         checkpoint: str | Path | None = None,
         **settings: Any,
     ):
-        if every < 1:
-            raise ValueError(f"every = {every} must be 1 or more")
+        self._chooses_every = every == "auto"
+        if every == "auto":
+            if fragments > 1 or delay:
+                raise ValueError('every="auto" measures whole exchanges: give a number with fragments or delay')
+            every = FEWEST
+        elif isinstance(every, str) or every < 1:
+            raise ValueError(f'every = {every!r} must be 1 or more, or "auto"')
         if not 1 <= fragments <= every:
             raise ValueError(f"fragments = {fragments} must be from 1 to every = {every}")
         if not 0 <= delay < every:
@@ -168,6 +178,8 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         self.warmup = warmup
         self.checkpoint = Path(checkpoint) if checkpoint else None
         self.steps = 0
+        self._clock = time.perf_counter()  # for every="auto": when the device last ended the steps or an exchange
+        self._lapped = 0  # steps at that time
         self._counted = 0  # steps that DDP has counted since the last call of step()
         self._ranks = self._ranks_of(driver, process_group)
         parameters = averaged_by_ddp(model, model.named_parameters())
@@ -190,7 +202,12 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         )
         if optimizer:
             self._add_optimizer(optimizer)
-        schedule: dict[str, Any] = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing}
+        schedule: dict[str, Any] = {
+            "every": "auto" if self._chooses_every else every,
+            "fragments": fragments,
+            "delay": delay,
+            "mixing": mixing,
+        }
         schedule["warmup"] = warmup
         schedule["outer"] = dict(sorted(outer.items())) if isinstance(outer, Mapping) else outer
         for fragment in self.fragments:
@@ -269,10 +286,13 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
                 rank is gone.
             ValueError: a parameter has been unfrozen, which is not exchanged.
         """
+        self._require_own_parameters()
         self.steps += 1
         self._note_versions()
         is_warm_up = self.steps <= self.warmup
         begins = [each for each in self.fragments if (self.steps - self.warmup) % self.every == each.offset]
+        is_measured = self._chooses_every and bool(begins) and self.steps - self.warmup <= MEASURED * FEWEST
+        computing = self._lap() / (self.steps - self._lapped) if is_measured else 0.0
         is_due = bool(begins) or any(each.pending and each.due == self.steps for each in self.fragments)
         worked = is_warm_up or (is_due and self._find_changes())
         if worked:
@@ -283,9 +303,38 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
             if fragment.pending and fragment.due == self.steps:
                 self._end(fragment, self.mixing)
                 worked = True
+        if is_measured:
+            self._choose_every(computing, self._lap())
+            self._lapped = self.steps
         if self.checkpoint and self.fragments[-1].due == self.steps and not (is_warm_up and self.steps % self.every):
             self.save(self.checkpoint)
         return worked
+
+    def _lap(self) -> float:
+        """Return the seconds since the last call, when the device has finished its work."""
+        if self._stream:
+            torch.cuda.synchronize(self._device)
+        last, self._clock = self._clock, time.perf_counter()
+        return self._clock - last
+
+    def _choose_every(self, step: float, exchange: float) -> None:
+        """Choose the steps between exchanges after the last measured one; collective.
+
+        Args:
+            step: seconds of a step on this rank, without exchanges.
+            exchange: seconds of the exchange. A rank that begins it early waits for the others.
+        """
+        if self.steps - self.warmup < MEASURED * FEWEST:
+            return
+        wanted = min(max(math.ceil(exchange / (SHARE * step)), FEWEST), MOST)
+        # The rank that waited least has measured the exchange
+        others = self._ranks.largest(torch.tensor([MOST - wanted], device=self._device).byte())
+        self.every = MOST - int(others)
+        if self._ranks.rank == 0:
+            log.info_once(
+                f"local steps: an exchange takes {1e3 * exchange:.0f} ms, and a step {1e3 * step:.0f} ms, so "
+                f"parameters are exchanged every {self.every} steps"
+            )
 
     @torch.inference_mode(False)
     def synchronize(self) -> None:
@@ -293,6 +342,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
 
         Afterwards all ranks have the same parameters. Without a step since the last exchange it is a no-op.
         """
+        self._require_own_parameters()
         self._notice_changes()
         if self._find_changes():
             self._average()
@@ -309,7 +359,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         """Context manager for evaluating or saving the model: inside, all ranks have the same parameters.
 
         They are those after the last exchange. Nothing is exchanged, so one rank may use it alone. Afterwards each rank
-        trains on with its own parameters, as if nothing had happened.
+        trains on with its own parameters, as if nothing had happened. Training inside raises RuntimeError.
         """
         if self._own:
             yield
@@ -344,6 +394,14 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
             for name, value in values.items():
                 now[name].copy_(value)
 
+    def _require_own_parameters(self) -> None:
+        """Raise RuntimeError inside of :meth:`synchronized`, at whose end changes of the parameters would be lost."""
+        if self._own:
+            raise RuntimeError(
+                "local steps: the program trains or synchronizes inside of `with compressor.synchronized():`, where "
+                "the model has the parameters of the last exchange; end the context first"
+            )
+
     def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of an optimizer that trains the parameters.
 
@@ -373,6 +431,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Optimizer pre-step hook: notice changes of the parameters, and load the optimizer's saved state."""
+        self._require_own_parameters()
         if not any(each is unwrapped(optimizer) for each in self._optimizers):
             self._add_optimizer(optimizer)
             self._load_optimizer(optimizer)
@@ -483,6 +542,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         own = {
             "steps": self.steps,
             "counted": self._counted,
+            "every": self.every,
             "model": self.model.state_dict(),
             "optimizers": [state.plain(each.state_dict(), "optimizer") for each in self._optimizers],
             "outer": state.plain(self.outer.state_dict(), "outer"),
@@ -515,6 +575,10 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
                 anchor.copy_(before["anchors"][name])
         self.steps = own["steps"]
         self._counted = own["counted"]
+        if self._chooses_every:
+            self.every = own.get("every", self.every)
+        self._lapped = self.steps
+        self._lap()
         self.model.load_state_dict(own["model"])
         self._unloaded = own["optimizers"]
         # Others are loaded in their first step: the framework may load those of rank 0 after this call

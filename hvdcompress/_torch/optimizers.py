@@ -337,9 +337,8 @@ def _make_buffers(optimizer: torch.optim.Optimizer, group: Group) -> list[torch.
     """Make the momentum buffers that the first step would make. Return the parameters of the group that had none."""
     made = []
     for parameter in group["params"]:
-        if parameter.grad is None or parameter.grad.is_sparse:
-            continue
-        if optimizer.state[parameter].get("momentum_buffer") is not None:
+        has_buffer = optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+        if has_buffer or parameter.grad is None or parameter.grad.is_sparse:
             continue
         buffer = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
         if entry := _entry(group):

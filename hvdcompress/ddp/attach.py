@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -46,7 +46,7 @@ def attach(
     model: torch.nn.Module,
     method: str | Method | Plan | Mapping[str, Any] = "auto",
     *,
-    local_steps: int,
+    local_steps: int | Literal["auto"],
     **settings: Unpack[LocalStepsSettings],
 ) -> CountedLocalSteps: ...
 
@@ -55,7 +55,7 @@ def attach(
     model: torch.nn.Module,
     method: str | Method | Plan | Mapping[str, Any] = "auto",
     *,
-    local_steps: int | None = None,
+    local_steps: int | Literal["auto"] | None = None,
     **settings: Any,
 ) -> Compressor | CountedLocalSteps:
     """Compress the gradients that a ``DistributedDataParallel`` model exchanges, or take local steps.
@@ -68,8 +68,9 @@ def attach(
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. "auto"
             is top-k of 1 % in 4 bits. It falls back to uncompressed all-reduces if the first steps show that
             compression does not save time. With ``local_steps``, "auto" is QSGD.
-        local_steps: exchange parameters every so many steps, instead of gradients in every step. A step is a backward
-            pass outside of ``no_sync()``. The exchange takes place at the beginning of the next forward pass.
+        local_steps: exchange parameters every so many steps, instead of gradients in every step; "auto" measures how
+            many. A step is a backward pass outside of ``no_sync()``. The exchange takes place at the beginning of the
+            next forward pass.
         settings: ``loss_scale``, ``backend``, hyper-parameters and plan keys; see
             :class:`~hvdcompress.ddp.compressor.Compressor`. With ``local_steps``: ``outer``, ``fragments``, ``delay``,
             ``mixing``, ``warmup``, ``checkpoint``, hyper-parameters and plan keys; see

@@ -84,12 +84,14 @@ class CountedLocalSteps(ParameterExchange):
         """Exchange what is due. An evaluation may run on one rank alone, so it exchanges nothing."""
         # A model in evaluation mode is trained if there are more backward passes since its last forward pass. After a
         # validation, Lightning 2.6 leaves the DDP module itself in evaluation mode
-        if torch.is_grad_enabled() and (self.model.training or self._counted > 1):
+        is_trained = self.model.training or (self._counted > 1 and not self._own)
+        if torch.is_grad_enabled() and is_trained:
             self._catch_up()
         elif not self.model.training:
             self._warn_between_exchanges("evaluated")
 
     def _catch_up(self) -> None:
+        self._require_own_parameters()
         # Weights that are changed after every step, such as by clipping them, are trained. Others are loaded
         changed = self._versions != self._versions_now()
         if changed and not self._changes_weights:

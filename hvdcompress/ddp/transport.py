@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 import weakref
 from collections import Counter
@@ -30,12 +31,8 @@ from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
 from hvdcompress.ops.vectors import dtype_name
 
-POLL_INTERVAL = 1e-4  #: seconds between two polls of a collective, at first
-MAX_POLL_INTERVAL = 2e-3  #: seconds between two polls, at most
-#: The interval grows with the time waited so far, because polling takes CPU time from ranks that share the cores. A
-#: result is then noticed late by at most this share of its waiting time.
-POLL_GROWTH = 0.05
-ALARM_INTERVAL = 0.02  #: seconds between two checks for an alarm; each one is a request to the store's server
+POLL_INTERVAL = 1e-3  #: seconds between two polls of a collective on a device, whose end wakes no thread
+ALARM_INTERVAL = 0.05  #: seconds between two checks for an alarm; each one is a request to the store's server
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in PyTorch 2.13
@@ -136,19 +133,25 @@ class ProcessGroupTransport(AlarmTransport):
     def wait(self, handle: Handle) -> Array:
         """Wait for a collective and return its result, a flat array.
 
-        ``Work.wait()`` cannot be interrupted, so this method polls, and checks for an alarm between two polls.
+        ``Work.wait()`` cannot be interrupted, so the thread sleeps until the network's thread wakes it, and checks for
+        an alarm now and then.
 
         Raises:
             Alarm: a rank has failed in this step.
             PeerLost: the process group has failed.
         """
-        began = alarm_checked = time.monotonic()
-        while not self.ready(handle):
-            now = time.monotonic()
-            if now - alarm_checked > ALARM_INTERVAL:
-                self.alarms.check()
-                alarm_checked = now
-            time.sleep(min(max(POLL_GROWTH * (now - began), POLL_INTERVAL), MAX_POLL_INTERVAL))
+        if not self.ready(handle):
+            woken = threading.Event()
+            if handle.out.is_cpu:
+                works = torch.futures.collect_all([work.get_future() for work in handle.works])
+                works.add_done_callback(lambda _: woken.set())
+            checked = time.monotonic()
+            while not woken.wait(ALARM_INTERVAL if handle.out.is_cpu else POLL_INTERVAL):
+                if self.ready(handle):
+                    break
+                if time.monotonic() - checked >= ALARM_INTERVAL:
+                    self.alarms.check()
+                    checked = time.monotonic()
         self._end(handle)
         return handle.out.numpy() if handle.numpy else handle.out
 

@@ -59,13 +59,19 @@ def wait_for(condition, seconds):
         ("gloo", "horovod", "sys.exit(3)"),
     ],
 )
-def test_a_rank_that_dies_ends_all_and_is_named(driver, package, death, program, tmp_path):
+def test_a_rank_that_dies_ends_all(driver, package, death, program):
     needs(package)
     script = program(f"time.sleep(1); {death}")
-    (tmp_path / "log").write_text("earlier\n")
     with pytest.raises(launch.LaunchError, match="a rank of 2 failed"):
-        launch.run(script, 2, driver, log=tmp_path / "log", timeout=50)
+        launch.run(script, 2, driver, timeout=50)
     assert not alive(script)
+
+
+def test_a_log_keeps_what_it_holds(program, tmp_path):
+    needs("torch")
+    (tmp_path / "log").write_text("earlier\n")
+    with launch.Ranks(launch.lines(program("sys.exit(3)"), 2, "ddp"), 2, tmp_path / "log") as ranks:
+        wait_for(ranks.status, 50)
     log = (tmp_path / "log").read_text()
     assert log.startswith("earlier\n") and "rank 1 is here\n" in log
 

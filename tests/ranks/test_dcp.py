@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import yaml
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.local_steps import LocalSteps
 from tests import ROOT
 from tests.ranks.checks import FOLDER
@@ -52,7 +54,7 @@ def blocks_of_the_page():
 
 def test_training_goes_on_to_the_bit(driver):
     """By the blocks of the guide, and without the planner."""
-    saves, loads = blocks_of_the_page()
+    saves, loads, copies = blocks_of_the_page()
     training = Training()
     training.run(range(3))
     folder = FOLDER / "dcp-same"
@@ -67,6 +69,24 @@ def test_training_goes_on_to_the_bit(driver):
             dcp.load(state, checkpoint_id=folder)
             other.model.load_state_dict(state["model"])
         torch.testing.assert_close(other.run(range(3, 6)), want, rtol=0, atol=0)
+    if driver.rank == 0:
+        exec(copies.replace("rank-0-of-2", f"rank-0-of-{driver.world_size}"), {"folder": folder})
+        assert yaml.safe_load(checkpoint.describe(folder / "rank-0.safetensors"))["step"] == 3
+
+
+def test_a_checkpoint_without_a_compressor(driver):
+    training, folder = Training(), FOLDER / "dcp-without"
+    state = training.state()
+    del state["compressor"]
+    dcp.save(state, checkpoint_id=folder)
+    for planner, message in (
+        (None, "Missing key"),
+        (ddp.ReshardingPlanner(), "no state .* 'compressor'. To load the rest"),
+    ):
+        with pytest.raises(dcp.CheckpointException, match=message):
+            dcp.load(training.state(), checkpoint_id=folder, planner=planner)
+    dcp.load(training.state(), checkpoint_id=folder, planner=ddp.ReshardingPlanner(allow_partial_load=True))
+    dcp.load(state, checkpoint_id=folder, planner=ddp.ReshardingPlanner())
 
 
 def test_local_steps_are_saved_too(driver):

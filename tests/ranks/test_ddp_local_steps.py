@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hvdcompress import ddp
+from hvdcompress._torch import local_steps
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.fallback import Fallback, Verdict
 from hvdcompress.local_steps import OUTER, LocalSteps
@@ -58,10 +59,11 @@ class Training:
         make: makes the net.
         optimizers: makes the optimizers.
         options: of DistributedDataParallel.
+        every: steps from one exchange to the next.
         settings: of local steps.
     """
 
-    def __init__(self, driver, one_line, make=Net, optimizers=None, options=(), **settings):
+    def __init__(self, driver, one_line, make=Net, optimizers=None, options=(), every=EVERY, **settings):
         self.rank, self.one_line, self.scaler = driver.rank, one_line, None
         torch.manual_seed(0 if one_line else driver.rank)  # both start with rank 0's weights
         self.net = make()
@@ -70,9 +72,9 @@ class Training:
         self.optimizers = of(self.net)
         settings = {**(SETTINGS if "method" not in settings else {}), **settings}
         if one_line:
-            self.local = ddp.attach(self.model, local_steps=EVERY, **settings)
+            self.local = ddp.attach(self.model, local_steps=every, **settings)
         else:
-            self.local = LocalSteps(self.net, every=EVERY, **settings)
+            self.local = LocalSteps(self.net, every=every, **settings)
 
     def loss(self, step, part=0):
         generator = torch.Generator().manual_seed(1000 * step + 10 * part + self.rank)
@@ -337,6 +339,29 @@ def test_state_inside_of_synchronized_is_that_of_the_rank(driver):
     training.local.close()
 
 
+def test_training_inside_of_synchronized_is_refused(driver):
+    """Its changes would be lost. An evaluation with gradients in evaluation mode is none."""
+    training = Training(driver, True).run(range(4))
+    loop = Training(driver, False).run(range(4))
+    before = [each.clone() for each in training.net.parameters()]
+    for owner, call in (
+        (training, partial(training.take, 4)),
+        (training, training.local.synchronize),
+        (loop, partial(loop.take, 4)),
+        (loop, loop.local.step),
+        (loop, loop.local.synchronize),
+    ):
+        with pytest.raises(RuntimeError, match="end the context first"), owner.local.synchronized():
+            call()
+    with training.local.synchronized():
+        training.net.eval()
+        training.loss(4)
+        training.net.train()
+    assert all(torch.equal(*pair) for pair in zip(training.net.parameters(), before, strict=True))
+    training.run(range(4, STEPS)).end()
+    loop.local.close()
+
+
 def test_copies_of_the_model_take_no_local_steps(driver):
     training = Training(driver, True)
     for other in (copy.deepcopy(training.net), pickle.loads(pickle.dumps(training.net)), copy.deepcopy(training.model)):
@@ -449,3 +474,48 @@ def test_the_outer_optimizer_suits_the_inner_one(driver, kind):
     want, other = (diloco, averages) if kind == "SGD" else (averages, diloco)
     assert all(torch.equal(auto[name], tensor) for name, tensor in want.items())
     assert any(not torch.equal(auto[name], tensor) for name, tensor in other.items())
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(local_steps.time, "perf_counter", lambda: self.now)
+
+
+@pytest.mark.also("three ranks")
+@pytest.mark.parametrize("exchange, every", [(0.05, 10), (0.17, 17), (5.0, 30)])
+def test_steps_between_exchanges_are_chosen_by_their_time(driver, monkeypatch, exchange, every):
+    """Exchanges take a tenth of the time of the steps, within bounds. A resumed training goes on with the number."""
+    clock = Clock(monkeypatch)
+    exchanged = []
+    whole = local_steps.ParameterExchange._exchange
+
+    def slow(local, fragment, compressed):
+        whole(local, fragment, compressed)
+        # Kernels are compiled in the first exchanges, and rank 1 waits
+        clock.now += 10.0 if local.steps < 30 else exchange + (driver.rank == 1)
+        exchanged.append(local.steps)
+
+    monkeypatch.setattr(local_steps.ParameterExchange, "_exchange", slow)
+
+    def take(training, step):
+        clock.now += 0.1
+        training.take(step)
+
+    training = Training(driver, True, make=lambda: torch.nn.Linear(20, 3), every="auto")
+    training.run(range(25), take)
+    training.local.save(FOLDER / f"auto-{every}")
+    driver.meet()
+    del exchanged[:]
+    resumed = Training(driver, True, make=lambda: torch.nn.Linear(20, 3), every="auto")
+    resumed.local.load(FOLDER / f"auto-{every}")
+    resumed.run(range(25, 80), take)
+    assert resumed.local.every == every
+    assert exchanged == [30, *(step for step in range(31, 80) if step % every == 0)]
+    again = Training(driver, True, make=lambda: torch.nn.Linear(20, 3), every="auto")
+    again.local.load_state_dict(resumed.local.state_dict())
+    assert again.local.every == every
+    for each in (training, resumed, again):
+        each.local.close()

@@ -445,6 +445,8 @@ def test_ranks_join_and_leave_at_the_last_exchange(driver):
     "wrong,words",
     [
         ({"every": 0}, ["every = 0"]),
+        ({"every": "often"}, ["every = 'often'", '"auto"']),
+        ({"every": "auto", "delay": 1}, ["delay"]),
         ({"fragments": 5}, ["fragments = 5"]),
         ({"delay": 4}, ["delay = 4"]),
         ({"mixing": 1.0}, ["mixing = 1.0"]),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.papers import simulate
+from experiments.report.statistics import relative_error
 from experiments.training.simulate import Moment
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
@@ -89,7 +90,7 @@ class Window:
                 net.ledger.reset()
             for tensor in tensors if age in self.ages else ():
                 wanted = moment.reduced[tensor]
-                self.errors.setdefault((entry, tensor), []).append(relative(reduced[tensor] - wanted, wanted))
+                self.errors.setdefault((entry, tensor), []).append(relative_error(reduced[tensor], wanted))
         for tensor in tensors if age >= 0 else ():
             self.means.setdefault(tensor, []).append(moment.reduced[tensor].copy())
 
@@ -123,12 +124,6 @@ class Window:
                         place = {"kind": "spectrum", "tensor": tensor, "order": order, "default": not size}
                         found.append({**place, **figures})
         return [{"start": self.start, "ages": list(self.ages), **row} for row in found]
-
-
-def relative(error: Matrix, of: Matrix) -> float:
-    """Return ‖error‖/‖of‖; NaN for a zero vector."""
-    norm = float(np.linalg.norm(of))
-    return float(np.linalg.norm(error)) / norm if norm else float("nan")
 
 
 # -- slices --------------------------------------------------------------------------------------
@@ -185,6 +180,6 @@ def oracle(stack: Matrix, spec: TensorSpec, order: Order) -> list[float]:
     samples = slices(stack, spec, order)
     _, vectors = np.linalg.eigh(samples.T @ samples)
     basis = vectors[:, -max(1, samples.shape[1] // RATIO) :]
-    rest = samples - samples @ basis @ basis.T
+    projected = samples @ basis @ basis.T
     steps = len(stack)
-    return [relative(r, x) for r, x in zip(rest.reshape(steps, -1), samples.reshape(steps, -1), strict=True)]
+    return [relative_error(y, x) for y, x in zip(projected.reshape(steps, -1), samples.reshape(steps, -1), strict=True)]

@@ -72,7 +72,7 @@ class Training:
         """Free the Compressor's memory and process group."""
         if self.compressor:
             self.compressor.release()
-            getattr(self.compressor, "close", lambda: None)()
+            self.compressor.close()
 
 
 class Ranks:

@@ -185,7 +185,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _head(path: Path) -> tuple[dict[str, Any], int]:
-    """Return what a file says of its state besides arrays, and the time of saving in ns.
+    """Return what a file says of its state besides arrays, and the time of saving in ns (0 without a time).
 
     Raises:
         ValueError: the file is not a saved state, or is truncated.
@@ -195,7 +195,7 @@ def _head(path: Path) -> tuple[dict[str, Any], int]:
             metadata = file.metadata()
         head = json.loads(metadata[METADATA])
         snapshot.check_head(head)
-        return head, int(metadata[_TIME])
+        return head, int(metadata.get(_TIME, 0))
     except _UNREADABLE as error:
         raise ValueError(f"{path} is not a state saved by hvdcompress: {error}") from None
 
@@ -213,7 +213,12 @@ def describe(path: Path) -> str:
     if path.is_dir():
         newest = max(_files(path), key=lambda file: file.path.stat().st_mtime_ns, default=None)
         if newest is None:
-            raise NoState(f"no saved state in {path}")
+            raise NoState(
+                f"{path} was written by torch.distributed.checkpoint. It is not opened, because reading its metadata "
+                "can run code; docs/guides/checkpoints.md shows how to copy the state of a rank into a file of its own"
+                if (path / ".metadata").is_file()
+                else f"no saved state in {path}"
+            )
         path = newest.path
     head, _ = _head(path)
     keys = ("rank", "world", "made_by", "fallback", "plan")

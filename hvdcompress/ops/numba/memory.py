@@ -47,7 +47,7 @@ class MemoryOps(NumpyOps):
         return ages
 
     def add_once(self, x: Array, index: Array, values: Array, factor: float) -> None:
-        if not (plain(x, values) and _is_plain_index(index)):
+        if not (plain(x) and plain(values) and _is_plain_index(index)) or values.size != index.size:
             return super().add_once(x, index, values, factor)
         kernels.add_once(x, index, values, np.float32(factor), pool.empty(index.size, FLOAT32))
         return None

@@ -327,7 +327,11 @@ CASES += [
     case("blend", lambda o, put, x, r, beta: changed(put, x, lambda out: o.blend(out, put(r), beta)), beta=(0.1, 1.0)),
     case("zero_where", lambda o, put, x, r: changed(put, x, lambda out: o.zero_where(out, put(r)))),
     case("zero_where", lambda o, put, x, r: changed(put, x, lambda out: o.zero_where(out, sparse(put, x, r)))),
-    case("add_all", lambda o, put, x, r: o.add_all([put(x), put(r), put(x)])),
+    case(
+        "add_all",
+        lambda o, put, x, r, dtype: o.add_all([put(each.astype(dtype)) for each in (x, r, x)]),
+        dtype=(np.float32, np.float16),
+    ),
     case("add_all", lambda o, put, x, r: changed(put, x, lambda out: o.add_all([out, put(r)], into_first=True))),
     case(
         "scaled",

@@ -101,6 +101,26 @@ def test_codes_of_elements_above_2_to_the_24(native: Any, long_vector: np.ndarra
     assert np.flatnonzero(signs < 0).tolist() == [2**24 - 1, 2**24 + 2]
 
 
+@pytest.mark.parametrize("op", [op for op in own_ops("numba") if op not in TO_ROUNDING])
+def test_kernels_take_ordinary_arrays(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results would be the same if the condition for a kernel never held, and steps slower."""
+    of = next(each for each in type(reference).__mro__ if op in vars(each))
+    whole, used = vars(of)[op], []
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        used.append(op)
+        return whole(*args, **options)
+
+    monkeypatch.setattr(of, op, recorded)
+    ops, x = importlib.import_module("hvdcompress.ops.numba").ops, vector("normal", 4099)
+    left_to_reference = []
+    for call in CALLS[op]:
+        call(ops, Put(ops), x, vector("normal", 4099, seed=1))
+        left_to_reference.append(bool(used))
+        used.clear()
+    assert not all(left_to_reference)
+
+
 # -- inputs that kernels do not take ------------------------------------------------------------------------------
 
 

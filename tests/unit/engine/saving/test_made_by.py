@@ -55,6 +55,14 @@ def test_a_file_is_described(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(FileNotFoundError):
         checkpoint.describe(tmp_path / "other")
+    path.write_bytes(checkpoint.to_bytes(net.ranks[1].state_dict()))  # from another storage
+    assert yaml.safe_load(checkpoint.describe(path)) == about
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="not a state saved by hvdcompress"):
         checkpoint.describe(path)
+
+
+def test_a_folder_of_torch_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"pickled")
+    with pytest.raises(FileNotFoundError, match=r"written by torch\.distributed\.checkpoint.*guides/checkpoints"):
+        checkpoint.describe(tmp_path)
