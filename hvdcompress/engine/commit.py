@@ -197,7 +197,7 @@ class Part:
         return self.state.slots, self.state.members
 
     def _sent(self) -> tuple[list[Array] | None, int]:
-        """Return the elements that were sent, and how many ranks have selected them; see :class:`Late`."""
+        """Return the elements that were sent, in order of the ranks, and how many ranks have selected them."""
         return None, 1
 
     def _note_sent(self, unused: Collection[str]) -> Array | None:
@@ -205,10 +205,15 @@ class Part:
         method = self.method
         if not momentum.adapts(method):
             return None
-        indices, ranks = self._sent()
+        sent, ranks = self._sent()
+        # Without duplicates, the optimizer's buffers are read and written once
+        sizes = [member.size for member in self.bucket.members] if sent and len(sent) > 1 else [self.bucket.spec.size]
+        indices = [self.ops.distinct(*each) for each in zip(sent, sizes, strict=True)] if sent else sent
+        total, different = (sum(map(len, each or ())) for each in (sent, indices))
+        spread = max(1.0, round(8 * ranks * different / total) / 8) if total else 1.0
         by_age = method.sparse and not momentum.at_once(method) and self.rank_state.tracks_ages is not False
         if indices is None or not by_age:
-            self.late = Late(self.bucket, method, indices, ranks=ranks)
+            self.late = Late(self.bucket, method, indices, spread=spread)
             return None
         step = self.state.step
         before: Any = self.state.arrived
@@ -227,7 +232,7 @@ class Part:
         # A stamp is the step modulo 256. Renew old ones before they would look like recent ones
         if step % RENEWED == 0:
             arrived[now - arrived > momentum.MAX_WAIT] = stamp_of(step + 1 - momentum.MAX_WAIT)
-        self.late = Late(self.bucket, method, indices, ages, ranks)
+        self.late = Late(self.bucket, method, indices, ages, spread)
         return arrived
 
     def _spans_of(self, names: Collection[str]) -> list[tuple[int, int]]:

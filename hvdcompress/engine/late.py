@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,12 @@ import numpy as np
 import hvdcompress.ops
 from hvdcompress.method import Array, Method
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import dtype_name
+from hvdcompress.ops.vectors import Sparse, dtype_name
 from hvdcompress.parts import momentum
 from hvdcompress.parts.momentum import MAX_WAIT, Moment
 from hvdcompress.plan import Bucket
 
 RENEWED = 127 - MAX_WAIT  #: interval in steps at which old stamps are renewed, because stamps repeat after 256 steps
-MANY = 64  #: runs of indices, beyond which all elements are compared
-COUNTED = 4096  #: elements; of more, a sample of about this size estimates how many ranks send the same element
 
 
 @dataclass(eq=False)
@@ -37,10 +34,10 @@ class Late:
     Attributes:
         bucket: the bucket.
         method: the method of the exchange.
-        indices: the elements that were sent, in order of the ranks: one array for the bucket, or one per tensor. None
+        indices: the elements that were sent, each once and ascending: one array for the bucket, or one per tensor. None
             if all of them were sent.
         ages: for each of them, int8 steps since it was last sent; None if these are not tracked.
-        ranks: number of ranks that selected elements of their own.
+        spread: (number of ranks) / (mean number of ranks that send the same element), at least 1.
         used: keys of the parts whose gradient an optimizer has used. The driver chooses the keys.
     """
 
@@ -48,7 +45,7 @@ class Late:
     method: Method
     indices: list[Array] | None = None
     ages: list[Array] | None = None
-    ranks: int = 1
+    spread: float = 1.0
     used: set[Hashable] = field(default_factory=set)
 
     def absorb(self, earlier: Late) -> None:
@@ -57,36 +54,20 @@ class Late:
             return
         for number, (index, before) in enumerate(zip(self.indices, earlier.indices, strict=True)):
             ops = ops_of(index)
-            ascending = ops.sort(index)
-            again = ops.searchsorted(ascending, before) < ops.searchsorted(ascending, before + 1)
-            self.indices[number] = ops.concat([index, before[~again]])
+            self.indices[number] = both = ops.distinct(ops.concat([index, before]), self.bucket.spec.size)
             if self.ages and earlier.ages:
-                self.ages[number] = ops.concat([self.ages[number], earlier.ages[number][~again]])
+                ages = ops.zeros(len(both), "int8", index)
+                ages[ops.searchsorted(both, before)] = earlier.ages[number]
+                ages[ops.searchsorted(both, index)] = self.ages[number]
+                self.ages[number] = ages
 
     @cached_property
-    def _runs(self) -> list[list[tuple[int, int]]]:
-        """The ascending runs that each array of indices consists of, usually one per rank; none if there are many."""
-        runs = []
-        for index in self.indices or ():
-            breaks = (np.flatnonzero(index[1:] < index[:-1]) + 1).tolist()
-            runs.append(list(pairwise([0, *breaks, len(index)])) if len(breaks) < MANY else [])
-        return runs
-
-    @cached_property
-    def _spread(self) -> float:
-        """(number of ranks) / (mean number of ranks that send the same element), rounded to eighths.
-
-        If there are many elements, only those whose index is divisible by a power of two are counted.
-        """
-        sent = different = 0
-        for index in self.indices if self.indices and self.ranks > 1 else ():
-            power = max(0, (len(index) // COUNTED).bit_length())
-            if power:
-                index = index[index & (2**power - 1) == 0]
-            host = index if isinstance(index, np.ndarray) else index.cpu().numpy()
-            sent += len(host)
-            different += len(np.unique(host))
-        return max(1.0, round(8 * self.ranks * different / sent) / 8) if sent else 1.0
+    def _bounds(self) -> list[int]:
+        """Where the elements of each tensor begin in the indices of a bucket, and where those of the last one end."""
+        assert self.indices
+        bounds = np.array([0, *(stop for _, stop in self.bucket.spans)])
+        ops = ops_of(self.indices[0])
+        return ops.searchsorted(self.indices[0], ops.asarray(bounds, like=self.indices[0])).tolist()
 
     def part(self, number: int, start: int = 0, stop: int | None = None) -> tuple[Array | None, Array | None]:
         """Return the index and the ages of the elements that were sent of a tensor.
@@ -98,22 +79,18 @@ class Late:
         """
         if self.indices is None:
             return None, None
+        number_of_index = number if len(self.indices) == len(self.bucket.members) else 0
+        index = self.indices[number_of_index]
+        ages = self.ages[number_of_index] if self.ages else None
+        if len(self.indices) < len(self.bucket.members):
+            tensor = slice(*self._bounds[number : number + 2])
+            index = index[tensor] - self.bucket.spans[number][0]
+            ages = None if ages is None else ages[tensor]
         size = self.bucket.members[number].size
-        stop = size if stop is None else stop
-        whole = len(self.indices) == len(self.bucket.members)
-        index = self.indices[number if whole else 0]
-        ages = self.ages[number if whole else 0] if self.ages else None
-        if whole and (start, stop) == (0, size):
+        if (start, size if stop is None else stop) == (0, size):
             return index, ages
-        first = start + (0 if whole else self.bucket.spans[number][0])
-        last = first + stop - start
-        if isinstance(index, np.ndarray) and (runs := self._runs[number if whole else 0]):
-            # Each run ascends. Looking up its part is faster than comparing all elements
-            cuts = [slice(*(begin + np.searchsorted(index[begin:end], (first, last)))) for begin, end in runs]
-            found = np.concatenate([index[cut] for cut in cuts]) - first
-            return found, None if ages is None else np.concatenate([ages[cut] for cut in cuts])
-        inside = (index >= first) & (index < last)
-        return index[inside] - first, None if ages is None else ages[inside]
+        inside = (index >= start) & (index < stop)
+        return index[inside] - start, None if ages is None else ages[inside]
 
     def values(self, gradient: Array, index: Array | None, ages: Array | None, moment: Moment) -> tuple[Array, float]:
         """Return c·g of the elements that were sent of a tensor, as an array and a factor of it.
@@ -126,7 +103,7 @@ class Late:
         """
         share = 1.0
         if not (moment.at_once or momentum.at_once(self.method)):
-            table = momentum.shares(moment.decay, self._spread if self.method.sparse else 1.0)
+            table = momentum.shares(moment.decay, self.spread if self.method.sparse else 1.0)
             if index is not None and ages is not None:
                 ops = ops_of(gradient)
                 return ops.take(gradient, index) * ops.take(ops.asarray(table, gradient), ages), 1.0
@@ -166,10 +143,10 @@ def add_at(buffer: Array, index: Array | None, values: Array, factor: Any) -> No
         if index is None:
             ops_of(buffer).subtract(buffer, values, -factor)
         else:
-            ops_of(buffer).add_once(buffer, index, values, factor)
+            ops_of(buffer).subtract(buffer, Sparse(index, values), -factor)
     elif index is None:
         buffer += values * factor
-    else:  # an element that several ranks sent has several entries
+    else:
         changed = buffer[index] + values * factor
         buffer[index] = changed if isinstance(changed, np.ndarray) else changed.to(buffer.dtype)
 

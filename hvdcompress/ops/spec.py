@@ -137,16 +137,14 @@ class Ops(ABC):
         out[index] = now
         return now - stamps[index]
 
-    def add_once(self, x: Array, index: Array, values: Array, factor: float) -> None:
-        """Set x[i] = x[i] + factor·v for each entry (i, v), in place.
+    def distinct(self, index: Array, n: int) -> Array:
+        """Return the different elements of ``index``, ascending, int64.
 
         Args:
-            x: [n].
-            index: [k], as for :meth:`take`. Entries of the same index have the same value, which is added once.
-            values: [k].
-            factor: Rounded to float32 first.
+            index: [k], as for :meth:`take`.
+            n: The length of the vector that the indices refer to.
         """
-        x[index] = x[index] + values * f32(factor)
+        return self.xp.unique(self._cast(index, "int64"))
 
     @abstractmethod
     def sort(self, x: Array) -> Array:

@@ -23,7 +23,12 @@ FP32_MAX = float(np.finfo(np.float32).max)  #: the largest finite float32
 
 def dtype_name(array: Array) -> str:
     """Return numpy's name of an array's dtype, also for torch tensors."""
-    return str(array.dtype).removeprefix("torch.")
+    return _name_of(array.dtype)
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Sparse(NamedTuple):

@@ -46,8 +46,9 @@ class MemoryOps(NumpyOps):
         kernels.stamp(stamps, np.int8(now), index, out, ages)
         return ages
 
-    def add_once(self, x: Array, index: Array, values: Array, factor: float) -> None:
-        if not (plain(x) and plain(values) and _is_plain_index(index)) or values.size != index.size:
-            return super().add_once(x, index, values, factor)
-        kernels.add_once(x, index, values, np.float32(factor), pool.empty(index.size, FLOAT32))
-        return None
+    def distinct(self, index: Array, n: int) -> Array:
+        if not _is_plain_index(index):
+            return super().distinct(index, n)
+        found = pool.empty(index.size, np.int64)
+        count = kernels.distinct(index, n, pool.empty(-(-n // 64), np.uint64), found)
+        return found[:count]

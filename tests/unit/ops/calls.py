@@ -68,10 +68,9 @@ def bytes_at(start: int, x: np.ndarray) -> np.ndarray:
 NOW = (-(2**7), 7, 2**7 - 1)  # stamps are any 8 bits, so ages overflow
 
 
-def call_add_once(o, put, x, r, factor):
-    index = np.concatenate([every(3, x), every(2, x)[1:], every(3, x)])  # with duplicates
-    values = r[index % len(r)].astype(np.float32)
-    return changed(put, x, lambda out: o.add_once(out, put(index), put(values), factor))
+def call_distinct(o, put, x, r, dtype):
+    index = np.concatenate([every(3, x), every(2, x)[1:], every(3, x), every(5, x)[::-1]]).astype(dtype)
+    return o.distinct(put(index), len(x))
 
 
 def call_stamp(o, put, x, r, now, order):
@@ -99,7 +98,7 @@ CASES += [
     case("head_bytes", lambda o, put, x, r: o.head_bytes(put(x.view(np.uint8)), 24)),
     case("take", lambda o, put, x, r, dtype: o.take(put(x), put(every(3, x).astype(dtype))), dtype=(INT32, INT64)),
     case("take", lambda o, put, x, r: o.take(put(x.view(np.int8)), put(every(3, x)))),
-    case("add_once", call_add_once, factor=(0.3, -9.0)),
+    case("distinct", call_distinct, dtype=(INT32, INT64)),
     case("stamp", call_stamp, now=NOW, order=("ascending", "runs", "descending")),
     case("sort", lambda o, put, x, r: o.sort(put(x.view(INT32)))),
     case("searchsorted", lambda o, put, x, r: o.searchsorted(put(np.sort(x.view(INT32))), put(r.view(INT32)))),

@@ -10,6 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from hvdcompress.ops.numba._kernels.compiling import compiled
+from hvdcompress.ops.numba._kernels.flags import lowest
 
 RUNS = 256  #: with more runs than this, kernels process run by run instead of block by block
 STAMPED = 1 << 17  #: elements whose old and new stamps stay in the cache
@@ -49,24 +50,21 @@ def take(x, index, out):
 
 
 @compiled
-def add_once(x, index, values, factor, sums):
-    """Add in blocks, as ``stamp``: all runs of indices in one block of the vector before the next block."""
-    check_indices(index, x.size)
-    begins, ends = runs_of(index)
-    stops = begins.copy()
-    step = STAMPED if ends.size <= RUNS else max(x.size, 1)
-    for first in range(0, x.size, step):
-        last = min(first + step, x.size)
-        for run in range(ends.size):
-            j = begins[run]
-            while j < ends[run] and index[j] < last:
-                sums[j] = x[np.uint64(index[j])] + factor * values[j]
-                j += 1
-            stops[run] = j
-        for run in range(ends.size):
-            for j in range(begins[run], stops[run]):
-                x[np.uint64(index[j])] = sums[j]
-            begins[run] = stops[run]
+def distinct(index, size, words, out):
+    """Write the different indices to ``out``, ascending, and return their number. ``words`` has a bit per element."""
+    check_indices(index, size)
+    words[:] = 0
+    for j in range(index.size):
+        at = np.uint64(index[j])
+        words[at >> np.uint64(6)] |= np.uint64(1) << (at & np.uint64(63))
+    found = 0
+    for number in range(words.size):
+        bits = words[number]
+        while bits:
+            out[found] = 64 * number + lowest(bits)
+            found += 1
+            bits &= bits - np.uint64(1)
+    return found
 
 
 @compiled
