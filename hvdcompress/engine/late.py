@@ -34,8 +34,8 @@ class Late:
     Attributes:
         bucket: the bucket.
         method: the method of the exchange.
-        indices: the elements that were sent, each once and ascending: one array for the bucket, or one per tensor. None
-            if all of them were sent.
+        indices: the elements that were sent, each once: an ascending array for the bucket, or one array per tensor.
+            None if all of them were sent.
         ages: for each of them, int8 steps since it was last sent; None if these are not tracked.
         spread: (number of ranks) / (mean number of ranks that send the same element), at least 1.
         used: keys of the parts whose gradient an optimizer has used. The driver chooses the keys.
@@ -139,11 +139,8 @@ def add_at(buffer: Array, index: Array | None, values: Array, factor: Any) -> No
         values: c·g of these elements.
         factor: the multiple; see ``Moment.changes``.
     """
-    if dtype_name(buffer) == "float32" and isinstance(factor, float):
-        if index is None:
-            ops_of(buffer).subtract(buffer, values, -factor)
-        else:
-            ops_of(buffer).subtract(buffer, Sparse(index, values), -factor)
+    if isinstance(buffer, np.ndarray) and dtype_name(buffer) == "float32" and isinstance(factor, float):
+        hvdcompress.ops.fast.subtract(buffer, values if index is None else Sparse(index, values), -factor)
     elif index is None:
         buffer += values * factor
     else:

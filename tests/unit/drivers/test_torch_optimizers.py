@@ -35,12 +35,11 @@ def late_of(method: Any, step: int) -> tuple[Late, np.ndarray]:
     if not method.sparse:
         return Late(bucket, method), np.ones(SHAPE)
     random = np.random.default_rng(step)
-    index = random.permutation(24)[:10].astype(np.int32)
-    index = np.concatenate([index, index[:4]])  # two ranks have sent four of them
+    index = np.sort(random.permutation(24)[:10])
     ages = random.integers(1, 12, 24).astype(np.int8)
     sent = np.zeros(24)
     sent[index] = 1.0
-    return Late(bucket, method, [index], [ages[index]], ranks=2), sent.reshape(SHAPE)
+    return Late(bucket, method, [index], [ages[index]], spread=1.375), sent.reshape(SHAPE)
 
 
 class Training:
