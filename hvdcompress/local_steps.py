@@ -35,8 +35,9 @@ class LocalSteps(ParameterExchange):
         optimizer: the inner optimizer, whose state stays local, and is saved and loaded with the rest. Without it, the
             states of all optimizers that train the parameters are saved, and each is loaded in its first step, but not
             its learning rate and other hyper-parameters.
-        every: steps from one exchange of a parameter to the next. "auto" begins with 10, measures the third exchange,
-            and then takes from 10 to 30 steps: as few as let exchanges take a tenth of the time of the steps.
+        every: steps from one exchange of a parameter to the next. "auto" is 30 if the outer optimizer has momentum.
+            Otherwise it is from 10 to 30, as few as let exchanges take a tenth of the time of the steps. The first
+            three exchanges, 10 steps apart, measure it.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, a plan's dict or YAML file. "auto"
             is QSGD. The momentum of the outer optimizer is kept, unless a rule or ``settings`` have
             ``optimizer_momentum``.

@@ -38,7 +38,7 @@ from hvdcompress.method import Method
 from hvdcompress.plan import Plan, plan_of
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  #: the outer optimizer of DiLoCo's paper (section 3.1)
-FEWEST, MOST = 10, 30  #: steps between exchanges that every="auto" chooses from; more cost accuracy (the guide has it)
+FEWEST, MOST = 10, 30  #: steps between exchanges that every="auto" chooses from; the guide has accuracies
 MEASURED = 3  #: the exchange that is measured for it; the first ones compile and allocate
 SHARE = 0.1  #: of the time of the steps that an exchange may take
 AVERAGES = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  #: an outer optimizer that averages the parameters
@@ -326,7 +326,9 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         """
         if self.steps - self.warmup < MEASURED * FEWEST:
             return
-        wanted = min(max(math.ceil(exchange / (SHARE * step)), FEWEST), MOST)
+        # An outer optimizer with momentum needs no fewer steps to a target if exchanges are frequent; averages do
+        fewest = MOST if self.outer.param_groups[0]["momentum"] else FEWEST
+        wanted = min(max(math.ceil(exchange / (SHARE * step)), fewest), MOST)
         # The rank that waited least has measured the exchange
         others = self._ranks.largest(torch.tensor([MOST - wanted], device=self._device).byte())
         self.every = MOST - int(others)

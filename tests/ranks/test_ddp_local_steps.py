@@ -485,9 +485,12 @@ class Clock:
 
 
 @pytest.mark.also("three ranks")
-@pytest.mark.parametrize("exchange, every", [(0.05, 10), (0.17, 17), (5.0, 30)])
-def test_steps_between_exchanges_are_chosen_by_their_time(driver, monkeypatch, exchange, every):
+@pytest.mark.parametrize(
+    "exchange, outer, every", [(0.05, None, 10), (0.17, None, 17), (5.0, None, 30), (0.05, "auto", 30)]
+)
+def test_steps_between_exchanges_are_chosen_by_their_time(driver, monkeypatch, exchange, outer, every):
     """Exchanges take a tenth of the time of the steps, within bounds. A resumed training goes on with the number."""
+    settings = {"make": lambda: torch.nn.Linear(20, 3), "every": "auto", "outer": outer}
     clock = Clock(monkeypatch)
     exchanged = []
     whole = local_steps.ParameterExchange._exchange
@@ -504,17 +507,17 @@ def test_steps_between_exchanges_are_chosen_by_their_time(driver, monkeypatch, e
         clock.now += 0.1
         training.take(step)
 
-    training = Training(driver, True, make=lambda: torch.nn.Linear(20, 3), every="auto")
+    training = Training(driver, True, **settings)
     training.run(range(25), take)
-    training.local.save(FOLDER / f"auto-{every}")
+    training.local.save(FOLDER / f"auto-{exchange}-{outer}")
     driver.meet()
     del exchanged[:]
-    resumed = Training(driver, True, make=lambda: torch.nn.Linear(20, 3), every="auto")
-    resumed.local.load(FOLDER / f"auto-{every}")
+    resumed = Training(driver, True, **settings)
+    resumed.local.load(FOLDER / f"auto-{exchange}-{outer}")
     resumed.run(range(25, 80), take)
     assert resumed.local.every == every
     assert exchanged == [30, *(step for step in range(31, 80) if step % every == 0)]
-    again = Training(driver, True, make=lambda: torch.nn.Linear(20, 3), every="auto")
+    again = Training(driver, True, **settings)
     again.local.load_state_dict(resumed.local.state_dict())
     assert again.local.every == every
     for each in (training, resumed, again):
