@@ -108,6 +108,19 @@ LOCAL = {
     "local@every=30,warmup=250": "30, warm-up of half",
     f"{SPARSE},warmup=100": "10, warm-up, milder, top-k 1 %, 4 bits",
 }
+#: contenders and nets of local-steps-small.json; the MLP's dense runs are in local-steps.json
+SMALL = {
+    "dense": "every step, uncompressed",
+    f"local@every=30,method=topk,density=0.08,values=qsgd4,{OUTER}": "30, milder, top-k 8 %, 4 bits",
+    "local@every=30,method=qsgd": "30, QSGD",
+    "local@every=10,method=qsgd": "10, QSGD",
+}
+SMALL_TRAINED = {
+    "mlp": "MLP, points",
+    "cnn": "convolutions, points",
+    "lstm": "LSTM, bits",
+    "mlp_by_label": "MLP, uneven classes, points",
+}
 RACED = {
     "noop": "no communication",
     "powersgd_r4": "every step, PowerSGD, rank 4",
@@ -268,7 +281,16 @@ def local_steps(page: str) -> dict[str, Any]:
     ]
     rates = {rate: title(rate) for rate in ("1gbit", "100mbit", "20mbit")}
     timed = wide(raced, {"contender": RACED}, {"rate": rates}).rename(columns={"contender": "exchange"})
-    return {"gaps": gaps, "times": timed, "streams": streams()}
+    return {"gaps": gaps, "small": small(), "times": timed, "streams": streams()}
+
+
+def small() -> pd.DataFrame:
+    """Return the table of gaps with a thousand times fewer bytes, and with classes that differ by rank."""
+    runs = pd.concat([results.load(name) for name in ("local-steps", "local-steps-small")], ignore_index=True)
+    runs = runs[(runs.steps == 500) & (runs.ranks == 4) & runs.task.isin(list(SMALL_TRAINED))]
+    found = study.summary(runs)
+    found["cell"] = [gap_cell(row) for row in found.itertuples()]
+    return wide(found, {"contender": SMALL}, {"task": SMALL_TRAINED}).rename(columns={"contender": "exchange"})
 
 
 def streams() -> pd.DataFrame:

@@ -182,6 +182,7 @@ def constant(net: str, task: str, learning_rate: float, **more: Any) -> Task:
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "weight_decay": 0.01}
 TASKS = {
     "mlp": constant("mlp", "fashion_mnist_centred", 0.05),
+    "mlp_by_label": constant("mlp", "fashion_mnist_by_label", 0.05, label="mlp_by_label"),
     "cnn": constant("cnn", "fashion_mnist_centred", 0.02, batch_size=32),
     "mnist_example": constant("mnist_example", "fashion_mnist_example", 0.02, momentum=0.5),
     "lstm": constant("lstm", "bytes48", 1.0, batch_size=16, clip_norm=0.25, clip="before"),

@@ -37,11 +37,12 @@ class Images:
     classes: int
     shift: int = 0  # pictures are moved by up to so many pixels while training
     label_noise: float = 0.0  # share of the labels that are drawn at random, again each time
+    by_label: float = 0.0  # share of the pictures that are sorted by label, so that ranks have different classes
 
     def batches(self, rank: int, world_size: int, seed: int, size: int) -> Iterator[Batch]:
         """Yield batches from this rank's shard without end, reshuffled every epoch; they depend on nothing else."""
         random = np.random.default_rng([seed, rank])
-        mine = np.arange(rank, len(self.y), world_size)
+        mine = self._shard(rank, world_size)
         order = random.permutation(mine)
         while True:
             while len(order) < size:
@@ -53,6 +54,13 @@ class Images:
                 drawn = random.integers(0, self.classes, len(y))
                 y = np.where(random.random(len(y)) < self.label_noise, drawn, y)
             yield prepare(x), y
+
+    def _shard(self, rank: int, world_size: int) -> np.ndarray:
+        """Return the indices of this rank's pictures; with ``by_label``, as in SCAFFOLD (arXiv 1910.06378)."""
+        is_sorted = round(self.by_label * len(self.y))
+        sorted_part = np.argsort(self.y[:is_sorted], kind="stable")
+        own_classes = np.array_split(sorted_part, world_size)[rank]
+        return np.concatenate([own_classes, np.arange(is_sorted + rank, len(self.y), world_size)])
 
     def held_out(self, rank: int, world_size: int) -> Iterator[Batch]:
         """Yield this rank's share of the held-out set."""
@@ -232,6 +240,8 @@ TASKS = {
     "fashion_mnist_centred": Source(CENTRED, "mlp", ACCURACY, FASHION_MNIST),
     # for nets whose evaluation takes long
     "fashion_mnist_short": Source(partial(CENTRED, held_out=2000), "resnet", ACCURACY, FASHION_MNIST),
+    # of a rank's pictures, 80 % are of its own classes
+    "fashion_mnist_by_label": Source(lambda: replace(CENTRED(), by_label=0.8), "mlp", ACCURACY, FASHION_MNIST),
     "fashion_mnist_example": Source(LIKE_MNIST, "mnist_example", ACCURACY, FASHION_MNIST),
     "bytes": Source(stdlib_bytes, "byte_transformer", BITS_PER_BYTE),
     **{f"bytes{context}": Source(partial(windows, context), "transformer", BITS_PER_BYTE) for context in (32, 48, 128)},

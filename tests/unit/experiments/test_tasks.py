@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from functools import cache
 from itertools import islice, product
 
@@ -56,6 +57,14 @@ def test_ranks_have_different_examples():
     shards = [rows(np.concatenate([x for x, _ in islice(digits.batches(r, 3, 0, 50), 9)])) for r in range(3)]
     assert not shards[0] & shards[1] and not shards[1] & shards[2]
     assert len(set().union(*shards)) == len(rows(digits.x))  # an epoch shows every example
+
+
+def test_ranks_have_different_classes():
+    data = replace(pictures(1, 4), x=np.arange(200), y=np.arange(200) % 10, by_label=0.8)
+    batches = [np.concatenate([y for _, y in islice(data.batches(r, 5, 0, 20), 2)]) for r in range(5)]  # an epoch
+    for rank, labels in enumerate(batches):
+        assert np.isin(labels, [2 * rank, 2 * rank + 1]).mean() >= 0.8
+    assert (np.bincount(np.concatenate(batches)) == 20).all()
 
 
 @pytest.mark.parametrize("source", ["digits", "text"])
