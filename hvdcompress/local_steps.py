@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from hvdcompress._torch.local_steps import OUTER, Fragment, ParameterExchange, Ranks
+from hvdcompress._torch.fragment import Fragment
+from hvdcompress._torch.local_steps import OUTER, ParameterExchange, Ranks
 from hvdcompress.ddp.local_steps import TorchRanks
 
 __all__ = ["OUTER", "Fragment", "LocalSteps"]

@@ -18,8 +18,8 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hvdcompress._torch import local_state as state
 from hvdcompress._torch.compressor import TensorCompressor, averaged_by_ddp
+from hvdcompress._torch.fragment import Fragment, parts_of
 from hvdcompress._torch.optimizers import trains, unwrapped
 from hvdcompress.engine.saving import checkpoint as files
 from hvdcompress.engine.telemetry import log
@@ -38,86 +39,10 @@ from hvdcompress.method import Method
 from hvdcompress.plan import Plan, plan_of
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  #: the outer optimizer of DiLoCo's paper (section 3.1)
+AVERAGES = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  #: an outer optimizer that averages the parameters
 FEWEST, MOST = 10, 30  #: steps between exchanges that every="auto" chooses from; the guide has accuracies
 MEASURED = 3  #: the exchange that is measured for it; the first ones compile and allocate
 SHARE = 0.1  #: of the time of the steps that an exchange may take
-AVERAGES = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  #: an outer optimizer that averages the parameters
-
-
-class Fragment:
-    """Tensors of the model that are exchanged together: some of the parameters, or the buffers.
-
-    Args:
-        current: returns the tensors by name. A module may replace a buffer by another tensor in each step.
-        names: the names of those that are exchanged.
-        offset: the fragment's exchanges begin at steps t with t mod ``every`` = offset.
-
-    Attributes:
-        anchors: the tensors at the last exchange, by name; equal on all ranks.
-        compressor: exchanges the pseudo-gradients.
-        optimizer: updates the anchors with the averages; by default it sets the tensors to their average.
-        gradients: the pseudo-gradients in flight by name; their averages after the exchange.
-        pending: the exchange in flight; None if there is none.
-        due: the step in which its result is applied.
-        agreed: the step after which the tensors were equal on all ranks.
-    """
-
-    compressor: TensorCompressor
-
-    def __init__(self, current: Callable[[], Mapping[str, torch.Tensor]], names: Iterable[str], offset: int):
-        self.current = current
-        self.offset = offset
-        now = current()
-        self.anchors = {name: torch.nn.Parameter(now[name].detach().clone()) for name in names}
-        self._averaging = torch.optim.SGD(self.anchors.values(), lr=1.0)
-        self.optimizer: torch.optim.Optimizer = self._averaging
-        self.gradients: dict[str, torch.Tensor] = {}
-        self.pending: Future[None] | None = None
-        self.due = 0
-        self.agreed = 0
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Compute the pseudo-gradients."""
-        now = self.current()
-        self.gradients = {name: anchor - now[name] for name, anchor in self.anchors.items()}
-
-    @torch.no_grad()
-    def end(self, compressed: bool, mixing: float) -> bool:
-        """Wait for the exchange, let the optimizer update the anchors, and move the tensors to them.
-
-        Args:
-            compressed: whether the exchange was compressed. Otherwise the tensors become their average.
-            mixing: the tensors become ``mixing`` times themselves plus (1 - ``mixing``) times the anchors.
-
-        Returns:
-            False if a tensor of some rank was Inf or NaN: then they return to the last exchange.
-        """
-        assert self.pending is not None
-        self.pending.result()
-        self.pending = None
-        # After a NaN on any rank, all averages are NaN on all ranks
-        is_finite = all(bool(each.isfinite().all()) for each in self.gradients.values())
-        if is_finite:
-            # The optimizer updates the anchors that have a gradient: only those of this fragment
-            for name, anchor in self.anchors.items():
-                anchor.grad = self.gradients[name]
-            optimizer = self.optimizer if compressed else self._averaging
-            optimizer.step()
-            optimizer.zero_grad()
-        self.gradients = {}
-        self.pull(mixing if is_finite else 0.0)
-        return is_finite
-
-    @torch.no_grad()
-    def pull(self, mixing: float) -> None:
-        """Move the tensors to the anchors; ``mixing`` is the share of their present values."""
-        now = self.current()
-        for name, anchor in self.anchors.items():
-            if mixing:
-                now[name].lerp_(anchor, 1.0 - mixing)
-            else:
-                now[name].copy_(anchor)
 
 
 class Ranks(Protocol):
@@ -189,7 +114,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
         self._frozen = {name: each for name, each in parameters.items() if not each.requires_grad}
-        parts = _parts(trained, fragments)
+        parts = parts_of(trained, fragments)
         offsets = [(number + 1) * every // len(parts) % every for number in range(len(parts))]
         self.fragments = [Fragment(lambda: parameters, *each) for each in zip(parts, offsets, strict=True)]
         anchors = [anchor for fragment in self.fragments for anchor in fragment.anchors.values()]
@@ -633,17 +558,6 @@ def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the floating-point buffers, such as those of batch normalization, as they are now."""
     buffers = averaged_by_ddp(model, model.named_buffers())
     return {name: each.detach() for name, each in buffers.items() if each.is_floating_point()}
-
-
-def _parts(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:
-    """Cut parameters into at most ``count`` parts of consecutive parameters and about equal size."""
-    total = sum(each.numel() for each in parameters.values())
-    parts: dict[int, dict[str, torch.nn.Parameter]] = {}
-    done = 0
-    for name, each in parameters.items():
-        parts.setdefault(done * count // (total or 1), {})[name] = each
-        done += each.numel()
-    return list(parts.values())
 
 
 def _broadcast(ranks: Ranks, tensor: torch.Tensor) -> None:

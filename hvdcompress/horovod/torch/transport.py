@@ -15,7 +15,7 @@ from hvdcompress.engine.nodes import Nodes
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
 
-POLL_INTERVAL = 1e-4  #: seconds between two polls of a collective
+POLL_INTERVAL = 5e-4  #: seconds between two polls; Horovod completes collectives once per ms by default
 
 
 def _process_set(ranks: Iterable[int]) -> Any:
