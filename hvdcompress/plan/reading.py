@@ -129,13 +129,15 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
         {key: value}, for the ``settings`` of :func:`plan_of`.
 
     Raises:
-        PlanError: a text is not of the form KEY=VALUE, or its value is not YAML.
+        PlanError: a text is not of the form KEY=VALUE, its value is not YAML, or a key occurs twice.
     """
     found = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (key and equals):
             raise PlanError(f"write settings as KEY=VALUE, not {pair!r}")
+        if key in found:
+            raise PlanError(f"{key} is given twice")
         try:
             found[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:

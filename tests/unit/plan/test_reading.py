@@ -135,6 +135,8 @@ def test_settings_of_a_command_line() -> None:
     for wrong in ("density", "=3", "a={b"):
         with pytest.raises(PlanError, match=r"KEY=VALUE|valid YAML"):
             settings_of([wrong])
+    with pytest.raises(PlanError, match="density is given twice"):
+        settings_of(["density=0.02", "density=0.01"])
 
 
 # -- errors -------------------------------------------------------------------------------------------------------
