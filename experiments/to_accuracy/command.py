@@ -75,7 +75,7 @@ def measure(
     device: DeviceOption = "cpu",
     folder: FolderOption = FOLDER,
 ) -> None:
-    """Measure milliseconds per step, contenders in turns. Needs root. Keep the machine quiet."""
+    """Measure milliseconds per step, and on a processor, contenders in turns. Needs root. Keep the machine quiet."""
     from experiments.to_accuracy.run import Setting, time_all
 
     chosen = races.split(",")
@@ -103,7 +103,7 @@ def report(
     if trainings:
         others = results.load("to-accuracy")
         found = pd.concat([others[others["kind"] == "train"], found])
-    formats = dict.fromkeys(("milliseconds", "p95", "longest"), "{:.0f}")
+    formats = dict.fromkeys(("milliseconds", "p95", "longest", "processor"), "{:.0f}")
     formats |= {"rate": "{:g}", "steps": "{:.0f}", "seconds": "{:.1f}", "score": "{:.3f}", "at_equal_time": "{:.3f}"}
     for title, rows in comparisons(found):
         tables.show(table(rows), f"\n### {title}\n", **{column: text.format for column, text in formats.items()})

@@ -52,7 +52,7 @@ def train(ranks: DdpRanks, race: Race, driver: str, device: str, contender: str,
     evaluations = []
     ranks.allgather_object(None, name="begin")
     for step in range(1, race.task.steps + 1):
-        seconds += timed(trainer, next(batches), step - 1)
+        seconds += timed(trainer, next(batches), step - 1)[0]
         if step % race.every == 0 or step == race.task.steps:
             held_out = data_of(race.task.task).held_out(ranks.rank(), ranks.size())
             score = race.task.metric.value(*sums(ranks, trainer.evaluate(held_out), "score"))
@@ -64,7 +64,7 @@ def train(ranks: DdpRanks, race: Race, driver: str, device: str, contender: str,
 def measure(
     ranks: DdpRanks, race: Race, driver: str, device: str, contenders: Sequence[str], rounds: int, turn: float
 ) -> None:
-    """Print milliseconds per step of each contender.
+    """Print milliseconds per step of each contender, and those of this process on a processor.
 
     Args:
         ranks: of this launch.
@@ -84,30 +84,31 @@ def measure(
         every = trainer.local.every if trainer.local else 1
         times = turn_of(ranks, trainer, batches, WARM_UP + max(2, every))
         # every rank must take as many steps
-        mean = sums(ranks, [float(np.median(times[WARM_UP:]))], "median")[0] / ranks.size()
+        mean = sums(ranks, [float(np.median(times[WARM_UP:, 0]))], "median")[0] / ranks.size()
         lengths[name] = max(2, every * math.ceil(turn / mean / every))
-    found: dict[str, list[list[float]]] = {name: [] for name in contenders}
+    found: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, trainer in trainers.items():
             # the first step of a turn meets cold caches, and links that are idle
             found[name].append(turn_of(ranks, trainer, batches, 1 + lengths[name])[1:])
     for name, turns in found.items():
-        say(ranks, {"contender": name, "milliseconds": [[round(1000 * each, 3) for each in one] for one in turns]})
+        wall, processor = ([np.round(1000 * one[:, kind], 3).tolist() for one in turns] for kind in (0, 1))
+        say(ranks, {"contender": name, "milliseconds": wall, "processor": processor})
     for trainer in trainers.values():
         trainer.close()
 
 
-def turn_of(ranks: DdpRanks, trainer: Trainer, batches: Iterator[Batch], steps: int) -> list[float]:
-    """Return the seconds of each step of a turn, all ranks beginning together."""
+def turn_of(ranks: DdpRanks, trainer: Trainer, batches: Iterator[Batch], steps: int) -> np.ndarray[Any, Any]:
+    """Return the seconds of each step of a turn [steps, 2] as :func:`timed` does, all ranks beginning together."""
     ranks.allgather_object(None, name="begin")
-    return [timed(trainer, next(batches)) for _ in range(steps)]
+    return np.array([timed(trainer, next(batches)) for _ in range(steps)])
 
 
-def timed(trainer: Trainer, batch: Batch, step: int = 0) -> float:
-    """Return the seconds of a step, until the device has finished this rank's work."""
-    began = time.perf_counter()
+def timed(trainer: Trainer, batch: Batch, step: int = 0) -> tuple[float, float]:
+    """Return the seconds of a step, until the device has finished this rank's work, and those on a processor."""
+    began, used = time.perf_counter(), time.process_time()
     trainer.step(batch, learning_rate(trainer.task, step))  # reads the loss, so the device has finished
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - used
 
 
 def say(ranks: DdpRanks, record: dict[str, Any]) -> None:

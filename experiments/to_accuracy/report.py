@@ -27,7 +27,8 @@ TRAINED = ["lr", "seed", "step", "score", "seconds", "evaluations"]
 def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
     """Return a row per race, link, contender and seed: ``milliseconds`` of a step, ``step``, ``seconds``, ``score``.
 
-    ``p95`` and ``longest`` are the 95th percentile and the maximum of the milliseconds.
+    ``p95`` and ``longest`` are the 95th percentile and the maximum of the milliseconds; ``processor`` is the mean of
+    those of rank 0 on a processor.
 
     A contender that was timed but not trained has one row without a seed. Of several learning rates, the one counts
     that reached the target first on the first seed.
@@ -49,6 +50,8 @@ def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
         usual = np.mean if parse(name, race.task).local else np.median
         row["milliseconds"], row["p95"] = float(usual(times_of_steps)), float(np.percentile(times_of_steps, 95))
         row["longest"] = float(times_of_steps.max())
+        if isinstance(record.get("processor"), list):
+            row["processor"] = float(np.concatenate(record["processor"]).mean())
         # all drivers exchange the same, so trainings under DDP serve for Horovod's times, too
         runs = trained.get((record["race"], record["driver"], name)) or trained.get((record["race"], "ddp", name), [])
         first = [run for run in runs if run["seed"] == min(each["seed"] for each in runs)]
@@ -62,7 +65,9 @@ def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
             )
         if not seeds:
             rows.append(row)
-    return pd.DataFrame(rows, columns=[*COMPARISON, "contender", "milliseconds", "p95", "longest", *TRAINED])
+    return pd.DataFrame(
+        rows, columns=[*COMPARISON, "contender", "milliseconds", "p95", "longest", "processor", *TRAINED]
+    )
 
 
 def score_of(evaluations: list[list[float]], steps: float = math.inf) -> float:
@@ -103,6 +108,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
         milliseconds=("milliseconds", "first"),
         p95=("p95", "first"),
         longest=("longest", "first"),
+        processor=("processor", "first"),
         rate=("lr", "first"),
         seeds=("seed", "count"),
         steps=("step", mean),

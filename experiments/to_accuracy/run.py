@@ -1,7 +1,7 @@
 """Start ranks for trainings and for timings. Results are kept as those of other units of work are.
 
 A record of a training has ``evaluations`` [step, seconds, score]; one of a timing has ``milliseconds`` of each step of
-each turn of one contender.
+each turn of one contender, and those of rank 0 on a ``processor``.
 """
 
 from __future__ import annotations
