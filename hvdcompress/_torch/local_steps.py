@@ -254,9 +254,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
         # An outer optimizer with momentum needs no fewer steps to a target if exchanges are frequent; averages do
         fewest = MOST if self.outer.param_groups[0]["momentum"] else FEWEST
         wanted = min(max(math.ceil(exchange / (SHARE * step)), fewest), MOST)
-        # The rank that waited least has measured the exchange
-        others = self._ranks.largest(torch.tensor([MOST - wanted], device=self._device).byte())
-        self.every = MOST - int(others)
+        self.every = MOST - self._largest(MOST - wanted)  # of the rank that waited least: it has measured the exchange
         if self._ranks.rank == 0:
             log.info_once(
                 f"local steps: an exchange takes {1e3 * exchange:.0f} ms, and a step {1e3 * step:.0f} ms, so "
@@ -391,8 +389,7 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
 
     def _find_changes(self) -> bool:
         """Return whether some rank's parameters were changed by the program; collective."""
-        with self.fragments[0].compressor.watchdog.rendezvous("every rank's exchange"):
-            changed = bool(self._ranks.largest(torch.tensor([self._changed], device=self._device).byte()))
+        changed = bool(self._largest(self._changed))
         if changed and self._ranks.rank == 0:
             log.LOGGER.warning(
                 "step %d: the program has changed the weights of some rank between two steps, such as by loading "
@@ -400,6 +397,11 @@ class ParameterExchange(contextlib.AbstractContextManager["ParameterExchange", N
                 self.steps,
             )
         return changed
+
+    def _largest(self, number: int) -> int:
+        """Return the maximum of a number below 256 over all ranks; collective."""
+        with self.fragments[0].compressor.watchdog.rendezvous("every rank's exchange"):
+            return int(self._ranks.largest(torch.tensor([number], device=self._device).byte()))
 
     def _average(self) -> None:
         """Average all tensors uncompressed, without the outer optimizer. Results in flight are dropped."""
