@@ -34,6 +34,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import compare_configs
@@ -296,14 +297,18 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             with tf.init_scope():
                 self._exchange_counts[name] = handle()
                 tf.raw_ops.AssignVariableOp(resource=self._exchange_counts[name], value=tf.constant(0, tf.int64))
-        graph = _outermost_graph()
-        if graph is None:
+        if _outermost_graph() is None:
             return self._exchange_counts[name]
-        # A graph that captured the resource could not be exported: no object of the model owns it
-        if name not in traced.handles:
+        # A graph that captured the resource could not be exported: no object of the model owns it. A function inside of
+        # another one, such as the step of Keras 2, captures nothing of the other either, since it outlives its trace
+        graph = tf.compat.v1.get_default_graph()
+        while isinstance(graph, ControlFlowFuncGraph):
+            graph = graph.outer_graph
+        handles = traced.handles.setdefault(graph, {})
+        if name not in handles:
             with graph.as_default(), tf.control_dependencies(None):
-                traced.handles[name] = handle().name
-        return graph.get_tensor_by_name(traced.handles[name])
+                handles[name] = handle().name
+        return graph.get_tensor_by_name(handles[name])
 
     def _count(self, bucket: Bucket, traced: Traced, ended: tf.Tensor) -> None:
         """Increment a tensor's counter after ``ended``, so that a later read of it waits for the exchange."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -71,13 +72,13 @@ class Traced:
         passing: buckets that the stock all-reduce reduces. The first gradient of a graph is never one of them, since
             its exchange tells the engine about the others.
         ended: how many exchanges of each tensor have ended in this graph, including failed ones.
-        handles: names of the graph's handles of the variables that count exchanges, by tensor.
+        handles: by function that is traced, the names of its handles of the variables that count exchanges, by tensor.
     """
 
     exchanged: list[str] = field(default_factory=list)
     passing: list[Bucket] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
-    handles: dict[str, str] = field(default_factory=dict)
+    handles: WeakKeyDictionary[Any, dict[str, str]] = field(default_factory=WeakKeyDictionary)
 
 
 @dataclass
