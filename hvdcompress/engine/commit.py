@@ -207,12 +207,14 @@ class Part:
             return None
         sent, ranks = self._sent()
         indices, spread = sent, 1.0
-        if sent and (ranks > 1 or len(sent) < len(self.bucket.members)):
-            # Once each, so that the optimizer reads and writes its buffer once; ascending, so that tensors have parts
+        if sent and ranks > 1:
+            # Once each and ascending, so that the optimizer reads and writes its buffer once, and tensors have parts
             sizes = [member.size for member in self.bucket.members] if len(sent) > 1 else [self.bucket.spec.size]
             indices = [self.ops.distinct(*each) for each in zip(sent, sizes, strict=True)]
             different = sum(map(len, indices))
             spread = max(1.0, round(8 * ranks * different / sum(map(len, sent))) / 8) if different else 1.0
+        elif sent and len(sent) < len(self.bucket.members):
+            indices = [self.ops.sort(index) for index in sent]
         by_age = method.sparse and not momentum.at_once(method) and self.rank_state.tracks_ages is not False
         if indices is None or not by_age:
             self.late = Late(self.bucket, method, indices, spread=spread)
