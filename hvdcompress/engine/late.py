@@ -20,7 +20,7 @@ import hvdcompress.ops
 from hvdcompress.method import Array, Method
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Sparse, dtype_name
-from hvdcompress.parts import momentum
+from hvdcompress.parts import momentum, regions
 from hvdcompress.parts.momentum import MAX_WAIT, Moment
 from hvdcompress.plan import Bucket
 
@@ -62,12 +62,11 @@ class Late:
                 self.ages[number] = ages
 
     @cached_property
-    def _bounds(self) -> list[int]:
+    def _cuts(self) -> list[int]:
         """Where the elements of each tensor begin in the indices of a bucket, and where those of the last one end."""
         assert self.indices
-        bounds = np.array([0, *(stop for _, stop in self.bucket.spans)])
-        ops = ops_of(self.indices[0])
-        return ops.searchsorted(self.indices[0], ops.asarray(bounds, like=self.indices[0])).tolist()
+        bounds = [0, *(stop for _, stop in self.bucket.spans)]
+        return regions.cuts(self.indices[0], bounds, ops_of(self.indices[0]))
 
     def part(self, number: int, start: int = 0, stop: int | None = None) -> tuple[Array | None, Array | None]:
         """Return the index and the ages of the elements that were sent of a tensor.
@@ -79,11 +78,11 @@ class Late:
         """
         if self.indices is None:
             return None, None
-        number_of_index = number if len(self.indices) == len(self.bucket.members) else 0
-        index = self.indices[number_of_index]
-        ages = self.ages[number_of_index] if self.ages else None
-        if len(self.indices) < len(self.bucket.members):
-            tensor = slice(*self._bounds[number : number + 2])
+        is_joint = len(self.indices) < len(self.bucket.members)
+        index = self.indices[0 if is_joint else number]
+        ages = self.ages[0 if is_joint else number] if self.ages else None
+        if is_joint:
+            tensor = slice(*self._cuts[number : number + 2])
             index = index[tensor] - self.bucket.spans[number][0]
             ages = None if ages is None else ages[tensor]
         size = self.bucket.members[number].size
