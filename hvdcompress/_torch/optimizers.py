@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import hvdcompress.ops
 from hvdcompress.engine.late import Late, add_at
 from hvdcompress.engine.telemetry import log
 from hvdcompress.parts.momentum import Moment, average, corrected_average, heavy_ball
@@ -141,19 +143,21 @@ class Waiting(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """The change of one parameter's first moment in a step that has begun.
+    """The change of the first moments of some parameters in a step that has begun.
 
     Attributes:
-        parameter: the parameter.
+        parameters: the parameters: several of a bucket, if their gradients and moments are ordinary arrays on the host.
         late: what the exchange has sent.
+        spans: where the parameters are in the vector that ``index`` refers to; empty for a single parameter.
         index: the elements that change; None for all.
-        values: c·g of these elements.
+        values: c·g of these elements; without an index the gradient of each parameter, if there are spans.
         before: the multiple of ``values`` that was added before the step.
         after: the multiple to subtract after it.
     """
 
-    parameter: torch.nn.Parameter
+    parameters: list[torch.nn.Parameter]
     late: Late
+    spans: list[tuple[int, int]]
     index: Any
     values: Any
     before: Any
@@ -243,17 +247,21 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any])
     return (args[0], adapted_closure, *args[2:]), {key: each for key, each in kwargs.items() if key != "closure"}
 
 
+# torch.compile must not trace the hooks of a compiled step: their kernels read memory by its address.
+# torch.compiler.disable() would import the compiler, which takes seconds, when this module is imported
+@_disable_dynamo
 @torch.no_grad()
 def undo(optimizer: torch.optim.Optimizer | None = None) -> None:
     """Take back the changes for a step that has not ended, of one optimizer or of all."""
     for each in [optimizer] if optimizer else list(_begun):
         step = _begun.pop(each, _Step("", [], []))
         for change in step.changes:
-            _apply(change, -change.before, each.state[change.parameter].get(step.key))
+            _apply(change, -change.before, each, step.key)
         for parameter in step.made:
             del each.state[parameter][step.key]
 
 
+@_disable_dynamo
 @torch.no_grad()
 def _begin(optimizer: torch.optim.Optimizer) -> None:
     """Change the first moments of an optimizer before its step."""
@@ -271,29 +279,80 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
             continue
         made = _make_buffers(optimizer, group) if known.key == "momentum_buffer" else []
         step.made.extend(made)
+        # Parameters of one bucket change together: a call for each of hundreds would cost more than the change itself
+        together: dict[Any, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             state = optimizer.state.get(parameter, {})
-            moment = known.moment(group, state)
-            late = waiting[id(parameter)].late
-            index, values, share = _late_values(optimizer, group, moment, parameter, waiting[id(parameter)])
+            late, buffer = waiting[id(parameter)].late, state.get(known.key)
+            is_first = (buffer is None, any(each is parameter for each in made))
+            is_alone = not (_is_ordinary(parameter.grad) and (buffer is None or _is_ordinary(buffer)))
+            is_alone |= late.indices is None and _is_rewritten(optimizer, group)
+            key = (known.moment(group, state), late, is_first, id(parameter) if is_alone else 0)
+            together.setdefault(key, []).append(parameter)
+        for (moment, late, (is_new, is_made), is_alone), each in together.items():
+            spans = [] if is_alone else [_span(waiting[id(parameter)]) for parameter in each]
+            if is_alone:
+                index, values, share = _late_values(optimizer, group, moment, each[0], waiting[id(each[0])])
+            else:
+                index, values, share = _late_parts(optimizer, group, moment, each, late, spans)
             before, after = moment.changes(late.method)
-            if any(each is parameter for each in made):
-                before -= _entry(group)
-            buffer = state.get(known.key)
+            before -= _entry(group) if is_made else 0.0
             # Adam makes its average in its first step, from zeros
-            after = share * (moment.rate if buffer is None else after)
-            change = _Change(parameter, late, index, values, share * before, after)
-            _apply(change, change.before, buffer)
+            after = share * (moment.rate if is_new else after)
+            change = _Change(each, late, spans, index, values, share * before, after)
+            _apply(change, change.before, optimizer, known.key)
             step.changes.append(change)
 
 
+@_disable_dynamo
 @torch.no_grad()
 def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Change the first moments after the step."""
     step = _begun.pop(optimizer, _Step("", [], []))
     for change in step.changes:
-        _apply(change, -change.after, optimizer.state[change.parameter].get(step.key))
-        change.late.used.add(id(change.parameter))
+        _apply(change, -change.after, optimizer, step.key)
+        change.late.used.update(map(id, change.parameters))
+
+
+def _is_ordinary(tensor: Any) -> bool:
+    """Return whether the array ops of the host can read and write a tensor as a flat array."""
+    return type(tensor) is torch.Tensor and tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _is_rewritten(optimizer: torch.optim.Optimizer, group: Group) -> bool:
+    """Return whether a step uses other gradients than those in ``.grad``, or overwrites them."""
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        return True
+    return any(group.get(name) for name in ("nesterov", "foreach", "maximize"))
+
+
+def _span(waiting: Waiting) -> tuple[int, int]:
+    """Return where a parameter is in the vector of its bucket."""
+    first = waiting.late.bucket.spans[waiting.number][0]
+    return first + waiting.start, first + waiting.stop
+
+
+def _late_parts(
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    moment: Moment,
+    parameters: list[torch.nn.Parameter],
+    late: Late,
+    spans: list[tuple[int, int]],
+) -> tuple[Any, Any, float]:
+    """As :func:`_late_values`, for several parameters of a bucket at these spans."""
+    index, ages = late.joint
+    table, share = late.shares(moment)
+    gradients = [_vector(parameter.grad) for parameter in parameters]
+    if index is None:
+        return None, gradients, share
+    values = hvdcompress.ops.fast.take_parts(gradients, spans, index, table, None if table is None else ages)
+    return index, _as_used(optimizer, group, values), share
+
+
+def _vector(tensor: Any) -> np.ndarray[Any, Any]:
+    """Return an ordinary tensor as a flat array that shares its memory."""
+    return tensor.detach().numpy().reshape(-1)
 
 
 def _late_values(
@@ -349,11 +408,17 @@ def _make_buffers(optimizer: torch.optim.Optimizer, group: Group) -> list[torch.
     return made
 
 
-def _apply(change: _Change, factor: Any, tensor: torch.Tensor | None) -> None:
-    """Add a multiple of the values of a change to an optimizer's buffer, if there is one."""
-    if tensor is not None:
-        with _flat(tensor, change.values) as buffer:
-            add_at(buffer, change.index, change.values, factor)
+def _apply(change: _Change, factor: Any, optimizer: torch.optim.Optimizer, key: str) -> None:
+    """Add a multiple of the values of a change to the first moments of its parameters, if they exist."""
+    buffers = [optimizer.state.get(parameter, {}).get(key) for parameter in change.parameters]
+    if buffers[0] is None:
+        return
+    if change.spans:
+        vectors = [_vector(buffer) for buffer in buffers]
+        hvdcompress.ops.fast.add_parts(vectors, change.spans, change.index, change.values, factor)
+        return
+    with _flat(buffers[0], change.values) as buffer:
+        add_at(buffer, change.index, change.values, factor)
 
 
 @contextlib.contextmanager

@@ -213,7 +213,7 @@ class Part:
             indices = [self.ops.distinct(*each) for each in zip(sent, sizes, strict=True)]
             different = sum(map(len, indices))
             spread = max(1.0, round(8 * ranks * different / sum(map(len, sent))) / 8) if different else 1.0
-        elif sent and len(sent) < len(self.bucket.members):
+        elif sent:
             indices = [self.ops.sort(index) for index in sent]
         by_age = method.sparse and not momentum.at_once(method) and self.rank_state.tracks_ages is not False
         if indices is None or not by_age:

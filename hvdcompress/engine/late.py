@@ -34,7 +34,7 @@ class Late:
     Attributes:
         bucket: the bucket.
         method: the method of the exchange.
-        indices: the elements that were sent, each once: an ascending array for the bucket, or one array per tensor.
+        indices: the elements that were sent, each once, ascending: an array for the bucket, or one array per tensor.
             None if all of them were sent.
         ages: for each of them, int8 steps since it was last sent; None if these are not tracked.
         spread: (number of ranks) / (mean number of ranks that send the same element), at least 1.
@@ -68,6 +68,15 @@ class Late:
         bounds = [0, *(stop for _, stop in self.bucket.spans)]
         return regions.cuts(self.indices[0], bounds, ops_of(self.indices[0]))
 
+    @cached_property
+    def joint(self) -> tuple[Array | None, Array | None]:
+        """The indices of all elements that were sent, in the bucket as a whole, and their ages."""
+        if not self.indices or len(self.indices) == 1:
+            return self.indices and self.indices[0], self.ages and self.ages[0]
+        ops = ops_of(self.indices[0])
+        shifted = [index + start for index, (start, _) in zip(self.indices, self.bucket.spans, strict=True)]
+        return ops.concat(shifted), self.ages and ops.concat(self.ages)
+
     def part(self, number: int, start: int = 0, stop: int | None = None) -> tuple[Array | None, Array | None]:
         """Return the index and the ages of the elements that were sent of a tensor.
 
@@ -91,6 +100,19 @@ class Late:
         inside = (index >= start) & (index < stop)
         return index[inside] - start, None if ages is None else ages[inside]
 
+    def shares(self, moment: Moment) -> tuple[Any, float]:
+        """Return c: a table by the ages of the elements, or None if it does not depend on them; and a factor of it.
+
+        Args:
+            moment: how the optimizer uses its first moment.
+        """
+        if moment.at_once or momentum.at_once(self.method):
+            return None, 1.0
+        table = momentum.shares(moment.decay, self.spread if self.method.sparse else 1.0)
+        if self.ages is not None:
+            return table, 1.0
+        return None, float(table[1 if self.method.sparse else min(self.method.delay, MAX_WAIT)])
+
     def values(self, gradient: Array, index: Array | None, ages: Array | None, moment: Moment) -> tuple[Array, float]:
         """Return c·g of the elements that were sent of a tensor, as an array and a factor of it.
 
@@ -100,14 +122,12 @@ class Late:
             ages: their ages, as of :meth:`part`.
             moment: how the optimizer uses its first moment.
         """
-        share = 1.0
-        if not (moment.at_once or momentum.at_once(self.method)):
-            table = momentum.shares(moment.decay, self.spread if self.method.sparse else 1.0)
-            if index is not None and ages is not None:
-                ops = ops_of(gradient)
-                return ops.take(gradient, index) * ops.take(ops.asarray(table, gradient), ages), 1.0
-            share = float(table[1 if self.method.sparse else min(self.method.delay, MAX_WAIT)])
-        return gradient if index is None else ops_of(gradient).take(gradient, index), share
+        table, share = self.shares(moment)
+        if index is None:
+            return gradient, share
+        ops = ops_of(gradient)
+        values = ops.take(gradient, index)
+        return values if table is None else values * ops.take(ops.asarray(table, gradient), ages), share
 
 
 def ops_of(array: Array) -> Ops:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,55 @@ class Ops(ABC):
         """Return x[index] [k]. ``index`` [k] is int32 or int64, each index in [0, n)."""
         return x[self._cast(index, "int64")]
 
+    def take_parts(
+        self,
+        parts: Sequence[Array],
+        spans: Sequence[Span],
+        index: Array,
+        table: Array | None = None,
+        entries: Array | None = None,
+    ) -> Array:
+        """Return x[index]·table[entries] [k] of a vector x that is given by its parts; x[index] without a table.
+
+        Args:
+            parts: float32 arrays.
+            spans: (start, stop) of the parts in the vector. Results are undefined for indices outside of all of them.
+            index: [k], as for :meth:`take`, ascending.
+            table: factors [m], float32.
+            entries: for each index, that of its factor: [k] int8 in [0, m).
+        """
+        values = self.zeros(len(index), "float32", like=index)
+        for part, (inside, at) in zip(parts, self._inside(spans, index), strict=True):
+            taken = self.take(part, at)
+            values[inside] = taken if table is None or entries is None else taken * self.take(table, entries[inside])
+        return values
+
+    def add_parts(
+        self, parts: Sequence[Array], spans: Sequence[Span], index: Array | None, values: Any, factor: float
+    ) -> None:
+        """Add factor·values to the elements at ``index`` of a vector that is given by its parts, in place.
+
+        Args:
+            parts: float32 arrays.
+            spans: as for :meth:`take_parts`. Indices outside of all of them are ignored.
+            index: [k], as for :meth:`take`, ascending and without duplicates. None for all elements of the parts.
+            values: [k] float32; without ``index`` an array for each part.
+            factor: the factor.
+        """
+        if index is None:
+            for part, own in zip(parts, values, strict=True):
+                part += own * f32(factor)
+            return
+        for part, (inside, at) in zip(parts, self._inside(spans, index), strict=True):
+            part[at] += values[inside] * f32(factor)
+
+    def _inside(self, spans: Sequence[Span], index: Array) -> Iterator[tuple[slice, Array]]:
+        """For each span, return where its elements are in an ascending index, and the index relative to the span."""
+        for span in spans:
+            bounds = self.asarray(np.array(span, dtype_name(index)), like=index)
+            inside = slice(*self.searchsorted(index, bounds).tolist())
+            yield inside, index[inside] - span[0]
+
     def stamp(self, stamps: Array, now: int, index: Array, out: Array) -> Array:
         """Return the ages of the elements at ``index``, and mark these elements as updated now.
 
@@ -127,7 +176,7 @@ class Ops(ABC):
         Args:
             stamps: [n] int8, the time of each element's last update. Its age is now − stamp modulo 2^8, as an int8.
             now: The current time, an int8.
-            index: [k], as for :meth:`take`; may contain duplicates. A few ascending runs are fast.
+            index: [k], as for :meth:`take`; may contain duplicates. Ascending ones are fast.
             out: [n] int8; not ``stamps`` itself.
 
         Returns:
@@ -138,13 +187,13 @@ class Ops(ABC):
         return now - stamps[index]
 
     def distinct(self, index: Array, n: int) -> Array:
-        """Return the different elements of ``index``, ascending, int64.
+        """Return the different elements of ``index``, ascending, in the dtype of ``index_dtype(n)``.
 
         Args:
             index: [k], as for :meth:`take`.
             n: The length of the vector that the indices refer to.
         """
-        return self.xp.unique(self._cast(index, "int64"))
+        return self.xp.unique(self._cast(index, index_dtype(n)))
 
     @abstractmethod
     def sort(self, x: Array) -> Array:

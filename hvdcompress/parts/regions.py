@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdcompress.method import Array
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import NumpyArray
+from hvdcompress.ops.vectors import NumpyArray, dtype_name
 
 SHARES = 64  #: number of shares; there are SHARES − 1 edges between them
 PACE = 0.25  #: how much of the way the edges move in a step
@@ -28,7 +28,8 @@ def bounds(edges: NumpyArray, n: int, world_size: int) -> list[int]:
 
 def cuts(index: Array, bounds: list[int], ops: Ops) -> list[int]:
     """Return where ascending indices reach each bound: ``index[cuts[r] : cuts[r + 1]]`` are those of region r."""
-    return ops.searchsorted(index, ops.asarray(np.array(bounds), like=index)).tolist()
+    # in the same dtype, because NumPy would convert all indices otherwise
+    return ops.searchsorted(index, ops.asarray(np.array(bounds, dtype_name(index)), like=index)).tolist()
 
 
 def moved(edges: NumpyArray, index: Array, n: int, ops: Ops) -> NumpyArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -25,6 +26,11 @@ def plain(*arrays: Array, dtype: Any = FLOAT32) -> bool:
         if array.dtype != dtype or array.size != size or not array.flags.carray:
             return False
     return True
+
+
+def addresses(arrays: Sequence[Array]) -> Array:
+    """Return the memory addresses of arrays, for a kernel that takes several; the arrays must outlive its call."""
+    return np.array([array.ctypes.data for array in arrays])
 
 
 def plain_sparse(y: Any, x: Array) -> TypeGuard[Sparse]:

@@ -73,6 +73,32 @@ def call_distinct(o, put, x, r, dtype):
     return o.distinct(put(index), len(x))
 
 
+def in_parts(x):
+    """Return the parts of a vector, one of them empty, and their spans; the last elements are in none."""
+    edges = [0, 0, x.size // 3, x.size // 2]
+    spans = list(itertools.pairwise(edges))
+    return [x[start:stop] for start, stop in spans], spans
+
+
+def call_take_parts(o, put, x, r, dtype, scales):
+    parts, spans = in_parts(x)
+    index = every(3, x).astype(dtype)
+    table = r[: min(r.size, 128)]
+    entries = (np.arange(index.size) % max(table.size, 1)).astype(np.int8)
+    factors = (put(table), put(entries)) if scales else ()
+    return o.take_parts([put(part) for part in parts], spans, put(index), *factors)[: int((index < x.size // 2).sum())]
+
+
+def call_add_parts(o, put, x, r, dtype):
+    parts, spans = in_parts(x)
+    outs = [put(part.copy(), changes=True) for part in parts]
+    if dtype:
+        o.add_parts(outs, spans, put(every(3, x).astype(dtype)), put(r[: every(3, x).size]), 0.5)
+    else:
+        o.add_parts(outs, spans, None, [put(r[start:stop]) for start, stop in spans], 0.5)
+    return tuple(outs)
+
+
 def call_stamp(o, put, x, r, now, order):
     index = {
         "ascending": every(3, x),
@@ -98,6 +124,8 @@ CASES += [
     case("head_bytes", lambda o, put, x, r: o.head_bytes(put(x.view(np.uint8)), 24)),
     case("take", lambda o, put, x, r, dtype: o.take(put(x), put(every(3, x).astype(dtype))), dtype=(INT32, INT64)),
     case("take", lambda o, put, x, r: o.take(put(x.view(np.int8)), put(every(3, x)))),
+    case("take_parts", call_take_parts, dtype=(INT32, INT64), scales=(False, True)),
+    case("add_parts", call_add_parts, dtype=(INT32, INT64, None)),
     case("distinct", call_distinct, dtype=(INT32, INT64)),
     case("stamp", call_stamp, now=NOW, order=("ascending", "runs", "descending")),
     case("sort", lambda o, put, x, r: o.sort(put(x.view(INT32)))),

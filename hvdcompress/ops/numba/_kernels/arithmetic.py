@@ -10,10 +10,10 @@ from numba import carray
 
 from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, NEAR, compiled
-from hvdcompress.ops.numba._kernels.memory import RUNS, check_indices, floats_at, runs_of
+from hvdcompress.ops.numba._kernels.memory import RUNS, check_indices, floats_at, runs_of, stream
 from hvdcompress.ops.numba._kernels.selection import first_of
 
-WRITTEN = 1 << 14  #: elements of the output that stay in the cache while the shares of all ranks are added to them
+WRITTEN = 1 << 12  #: elements of the output to which the shares of all ranks are added before they are written
 
 
 @compiled
@@ -153,25 +153,30 @@ def add_from(out, start, index, values, factor):
 def write_runs(outs, bounds, index, values, factor):
     """Write a sparse vector to several outputs: their addresses ``outs``, their ``bounds`` in the vector [parts + 1].
 
-    The indices consist of several ascending runs, usually one per rank. For one block of the output at a time, which
-    stays in the cache, the kernel adds the entries of all runs in their order. Unsorted indices form many runs; beyond
-    RUNS of them the kernel adds run by run.
+    The indices consist of several ascending runs, usually one per rank. For one block of the output at a time, the
+    kernel adds the entries of all runs in their order, and then writes the block past the cache, which takes half of
+    the time. Unsorted indices form many runs; beyond RUNS of them the kernel adds run by run to the output.
     """
     check_indices(index, bounds[-1])
     cursors, ends = runs_of(index)
+    block = np.zeros(WRITTEN, np.float32)
     for part in range(outs.size):
         size = bounds[part + 1] - bounds[part]
         out = carray(floats_at(outs[part]), (size,))
         step = WRITTEN if ends.size <= RUNS else max(size, 1)
         for first in range(0, size, step):
             last = min(first + step, size)
-            out[first:last] = np.float32(0)
+            sums = block[: last - first] if step == WRITTEN else out[first:last]
+            sums[:] = 0
             for run in range(ends.size):
                 stop = cursors[run]
                 while stop < ends[run] and index[stop] < bounds[part] + last:
                     stop += 1
-                add_from(out, bounds[part], index[cursors[run] : stop], values[cursors[run] : stop], factor)
+                begin = bounds[part] + first
+                add_from(sums, begin, index[cursors[run] : stop], values[cursors[run] : stop], factor)
                 cursors[run] = stop
+            if step == WRITTEN:
+                stream(outs[part] + 4 * first, sums)
 
 
 @compiled
