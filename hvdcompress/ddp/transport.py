@@ -33,6 +33,8 @@ from hvdcompress.ops.vectors import dtype_name
 
 POLL_INTERVAL = 1e-3  #: seconds between two polls of a collective on a device, whose end wakes no thread
 ALARM_INTERVAL = 0.05  #: seconds between two checks for an alarm; each one is a request to the store's server
+#: bytes from all ranks; each round of gloo's rings wakes threads, so for less than this each rank sends to all others
+SMALL = 1 << 14
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in PyTorch 2.13
@@ -51,12 +53,14 @@ class Handle:
         out: the tensor that receives the result, flat.
         payload: the tensor that is sent. The handle keeps it alive until the collective is done.
         numpy: whether the engine expects the result as a numpy array.
+        op: if ``out`` has what all ranks have sent, how to reduce it.
     """
 
     works: list[Any]
     out: torch.Tensor
     payload: torch.Tensor
     numpy: bool
+    op: str = ""
 
 
 class ProcessGroupTransport(AlarmTransport):
@@ -153,7 +157,11 @@ class ProcessGroupTransport(AlarmTransport):
                     self.alarms.check()
                     checked = time.monotonic()
         self._end(handle)
-        return handle.out.numpy() if handle.numpy else handle.out
+        out = handle.out
+        if handle.op:
+            ranks = out.view(self.world_size, -1)
+            out = ranks.amax(0) if handle.op == "max" else ranks.sum(0, dtype=out.dtype)
+        return out.numpy() if handle.numpy else out
 
     def idle(self, handle: Handle) -> None:
         """Sleep for one poll interval."""
@@ -161,13 +169,22 @@ class ProcessGroupTransport(AlarmTransport):
 
     def _launch(self, call: Call, payload: torch.Tensor, may_overwrite: bool = False, is_numpy: bool = False) -> Handle:
         """Start a collective and record it, so that :meth:`fail` can tell the other ranks about it."""
+        op = call.op if call.kind == "all_reduce" and self._is_small(payload) else ""
         try:
-            works, out = self._call(call, payload, may_overwrite)
+            works, out = self._gather_small(payload) if op else self._call(call, payload, may_overwrite)
         except RuntimeError as error:
             raise peer_lost(self.alarms.rank, error) from error
         self.calls.append(call)
-        self.running.append(Handle(works, out, payload, is_numpy))
+        self.running.append(Handle(works, out, payload, is_numpy, op))
         return self.running[-1]
+
+    def _is_small(self, payload: torch.Tensor) -> bool:
+        return payload.is_cpu and 0 < self.world_size * payload.nbytes <= SMALL
+
+    def _gather_small(self, payload: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
+        """Send a payload to each rank by itself; return the work handle and the tensor that receives all payloads."""
+        out = payload.new_empty(self.world_size * len(payload))
+        return [dist.all_to_all_single(out, payload.repeat(self.world_size), group=self.group, async_op=True)], out
 
     def _call(self, call: Call, payload: torch.Tensor, may_overwrite: bool) -> tuple[list[Any], torch.Tensor]:
         """Call ``torch.distributed``; return the work handles and the tensor that receives the result."""
@@ -181,6 +198,8 @@ class ProcessGroupTransport(AlarmTransport):
             send_lengths = list(call.send_lengths or ())
             return [dist.all_to_all_single(out, payload, recv_lengths, send_lengths, **asynchronous)], out
         if len(set(recv_lengths)) == 1:
+            if self._is_small(payload):
+                return self._gather_small(payload)
             return ([_all_gather(out, payload, **asynchronous)] if len(out) else []), out
         # gloo's all-gather needs equal lengths, and padding would cost bytes: each rank broadcasts its payload instead
         is_only_sender = len(payload) == len(out)
