@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -99,15 +98,12 @@ class FusedCommunication:
 
     def _detached(self, reduced: Reduced) -> Reduced:
         """Copy state out of buffers that the next step overwrites."""
-
-        def detached(array: Array) -> Array:
+        for slot, array in reduced.state.items():
             start, stop = span(array)
             # A method may keep (a view of) a result as its state, and results are views of the concatenated payloads
-            if not any(a < stop and start < b for a, b in self._concatenated):
-                return array
-            return self.ops.concat([array], self.ops.zeros(len(array), dtype_name(array), array))
-
-        return replace(reduced, state={slot: detached(array) for slot, array in reduced.state.items()})
+            if any(first < stop and start < last for first, last in self._concatenated):
+                reduced.state[slot] = array.copy() if isinstance(array, np.ndarray) else array.clone()
+        return reduced
 
     def _combined(self) -> Collective:
         """Combine the current collectives of all tensors into one."""

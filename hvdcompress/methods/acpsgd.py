@@ -88,7 +88,8 @@ class ACPSGD(PowerSGD):
         # This rank's share of a row of M̂ is known as soon as the row has been read, so the same pass can subtract it
         # and leave the residual. Values that are rounded before they are sent (fp16, …) are not known that early.
         remove = self.shrinkage(ctx) ** -2 if ctx.needs_own and self.values == "fp32" else 0.0
-        return Scan(product=Product(self.basis(state, ctx, work), self.matrix_rank, remove))
+        work.scratch["basis"] = basis = self.basis(state, ctx, work)
+        return Scan(product=Product(basis, self.matrix_rank, remove))
 
     def shrinkage(self, ctx: Context) -> float:
         """Return the power of two that keeps the sum of this step's factor finite."""
@@ -104,8 +105,8 @@ class ACPSGD(PowerSGD):
         r = self.matrix_rank
         rows, columns = self.matrix(ctx.spec)
         shrinkage = self.shrinkage(ctx)
-        basis = self.basis(state, ctx, work)
         found = work.scanned[0] if work.scanned else Found(True)
+        basis = self.basis(state, ctx, work) if found.product is None else work.scratch["basis"]
         if found.product is not None:  # the pass that added gradient and residual computed Pᵀ = Q̂ᵀ·Mᵀ
             factor = found.product
         elif ctx.phase == 0:

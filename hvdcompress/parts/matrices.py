@@ -90,6 +90,7 @@ def _axes(ndim: int, order: Order) -> tuple[int, ...]:
     return (*reversed(range(ndim - last, ndim)), *range(ndim - last))
 
 
+@lru_cache
 def shrinkage(length: int, world_size: int) -> float:
     """Return a factor that keeps sums of projections finite: a power of two of at most 1/(p·√length).
 

@@ -66,11 +66,6 @@ def magnitude_bits(threshold: Scalar) -> np.int32:
     return (np.float32(threshold) + np.float32(0.0)).view(np.int32)  # −0 + 0 is 0
 
 
-def magnitude_of(bits: Any) -> float:
-    """Return the float32 with these bits."""
-    return float(np.int32(bits).view(np.float32))
-
-
 def int64(index: Array) -> Array:
     """Return indices as contiguous int64, a copy if necessary."""
     return np.ascontiguousarray(index, np.int64)

@@ -48,13 +48,6 @@ class BitOps(NumpyOps):
         kernels.set_bits(int64(positions), num_bits, out)
         return out
 
-    def find_bits(self, buffer: Array, num_bits: int) -> Array:
-        if not plain(buffer, dtype=np.uint8):
-            return super().find_bits(buffer, num_bits)
-        out = pool.empty(kernels.count_bits(buffer, num_bits), np.int64)
-        kernels.find_bits(buffer, out)
-        return out
-
     def elias_fano(self, index: Array, low: int, num_bits: int) -> tuple[Array, Array]:
         if not low <= _MAX_WIDTH or not plain(index, dtype=index.dtype) or index.dtype not in INDICES:
             return super().elias_fano(index, low, num_bits)

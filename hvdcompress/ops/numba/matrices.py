@@ -11,7 +11,8 @@ from hvdcompress.ops.numpy import NumpyOps
 from hvdcompress.ops.shared import NEGLIGIBLE
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-FEW_ROWS = range(2, 9)  #: row counts for which the kernels beat the matrix library, on large tensors
+FEW_ROWS = range(2, 9)  #: row counts for which ``products`` beats the matrix library, on large tensors
+FEWEST_ROWS = range(2, 4)  #: the same for ``combinations``
 LARGE = 1 << 18  #: number of elements of a large tensor
 
 
@@ -19,7 +20,7 @@ class MatrixOps(NumpyOps):
     """Products with few rows, orthonormal rows, Hadamard transforms."""
 
     def matmul(self, a: Array, b: Array, rows: int, columns: int) -> Array:
-        if rows not in FEW_ROWS or b.size < LARGE or not (plain(a) and plain(b)):
+        if rows not in FEWEST_ROWS or b.size < LARGE or not (plain(a) and plain(b)):
             return super().matmul(a, b, rows, columns)
         out = np.empty((rows, columns), np.float32)
         kernels.combinations(a.reshape(rows, -1), b.reshape(-1, columns), out)
@@ -42,8 +43,10 @@ class MatrixOps(NumpyOps):
 
     def orthonormalise(self, x: Array, rows: int, key: Array | None = None) -> Array:
         done = x.reshape(rows, -1).astype(np.float64)
-        for number in range(rows):
-            if not kernels.orthogonalise(done, number, NEGLIGIBLE) and key is not None:
+        number = kernels.orthogonalise_from(done, 0, NEGLIGIBLE)
+        while number < rows:
+            if key is not None:
                 done[number] = self._drawn(key, number, done.shape[1])
                 kernels.orthogonalise(done, number, NEGLIGIBLE)
+            number = kernels.orthogonalise_from(done, number + 1, NEGLIGIBLE)
         return done.astype(np.float32).ravel()

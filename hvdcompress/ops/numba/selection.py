@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdcompress.ops import pool
 from hvdcompress.ops.numba._kernels import selection as kernels
-from hvdcompress.ops.numba.arrays import INDICES, magnitude_bits, magnitude_of, plain
+from hvdcompress.ops.numba.arrays import INDICES, magnitude_bits, plain
 from hvdcompress.ops.numba.memory import joined
 from hvdcompress.ops.numpy import NumpyOps
 from hvdcompress.ops.shared import index_dtype
@@ -20,10 +20,6 @@ def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
     """Return the first ``capacity`` indices, ascending, of magnitudes whose bits are in [low, high]."""
     out = pool.empty(min(capacity, x.size), index_dtype(x.size))
     return out[: kernels.find(x.view(np.int32), np.int32(low), np.uint32(high - low), out)]
-
-
-def _magnitudes(bits: Array) -> Array:
-    return np.bitwise_and(bits, kernels.MAGNITUDE, out=pool.empty(bits.size, np.int32))
 
 
 class SelectionOps(NumpyOps):
@@ -68,11 +64,6 @@ class SelectionOps(NumpyOps):
         kernels.largest_of(index, values.view(np.int32), values, parts, scratch, chosen, kept, least.view(np.int32))
         return Sparse(chosen[:total], kept[:total]), least
 
-    def kth_magnitude(self, x: Array, k: int) -> float:
-        if not plain(x) or not 0 < k <= x.size:
-            return super().kth_magnitude(x, k)
-        return magnitude_of(kernels.kth(_magnitudes(x.view(np.int32)), k))
-
     def count_above(self, x: Array, threshold: Scalar) -> int:
         if not plain(x) or threshold < 0:
             return super().count_above(x, threshold)
@@ -87,10 +78,3 @@ class SelectionOps(NumpyOps):
         if not plain(x) or threshold < 0:
             return super().first_equal(x, threshold, capacity)
         return _indices(x, int(magnitude_bits(threshold)), int(magnitude_bits(threshold)), capacity)
-
-    def chunk_argmax(self, x: Array, chunk: int) -> Array:
-        if not plain(x):
-            return super().chunk_argmax(x, chunk)
-        offset = np.empty(-(-x.size // chunk), np.int32)
-        kernels.chunk_argmax(x, chunk, offset)
-        return offset

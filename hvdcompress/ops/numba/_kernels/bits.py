@@ -85,18 +85,6 @@ def word_of(buffer, at):
 
 
 @compiled
-def find_bits(buffer, out):
-    """Write the positions of the set bits to ``out`` until it is full."""
-    found = 0
-    for at in range(0, buffer.size, 8):
-        bits = word_of(buffer, at)
-        while bits and found < out.size:
-            out[found] = 8 * at + flags.lowest(bits)
-            found += 1
-            bits &= bits - np.uint64(1)
-
-
-@compiled
 def elias_fano(index, low, num_bits, lows, highs):
     """Write the low bits of ``index`` (int32 or int64) to ``lows``, and set the bits of the high parts in ``highs``."""
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)

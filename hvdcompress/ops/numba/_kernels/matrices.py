@@ -235,6 +235,15 @@ def orthogonalise(rows, number, negligible):
 
 
 @compiled
+def orthogonalise_from(rows, first, negligible):
+    """Orthogonalise rows from number ``first`` on. Return the number of the first one that becomes 0, or ``len``."""
+    for number in range(first, len(rows)):
+        if not orthogonalise(rows, number, negligible):
+            return number
+    return len(rows)
+
+
+@compiled
 def to_length_1(row, least):
     """Divide a row by its length. If the length is not above ``least``, set the row to 0 and return False."""
     length = np.sqrt(dot(row, row))

@@ -129,13 +129,3 @@ def first_of(x, most):
         here = (np.float32(x[i]).view(np.int32) & MAGNITUDE) == most
         ahead = max(ahead, size - np.int32(i) if here else np.int32(0))
     return size - ahead
-
-
-@compiled
-def chunk_argmax(x, chunk, out):
-    for j in range(out.size):
-        part = x[j * chunk : (j + 1) * chunk]
-        most = np.int32(0)
-        for i in range(part.size):
-            most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
-        out[j] = first_of(part, most)
