@@ -21,6 +21,7 @@ from experiments.to_accuracy.races import RACES, Race, baseline_of, parse
 from experiments.training.loop import learning_rate, sums
 from experiments.training.tasks import Batch, data_of
 from experiments.training.trainers import DdpRanks, Trainer, join
+from hvdcompress.engine.fallback import Verdict
 
 WARM_UP = 3  #: steps before a clock starts; DDP's PowerSGD hook is dense in the first two of them
 
@@ -79,7 +80,10 @@ def measure(
     batches = batches_of(ranks, race, seed=0)
     lengths = {}
     for name, trainer in trainers.items():
-        while trainer.compressor and trainer.compressor.rank_state.fallback.compares:  # it has not decided yet
+        fallback = trainer.compressor.rank_state.fallback if trainer.compressor else None
+        while fallback and (
+            fallback.compares or fallback.verdict is Verdict.FLUSH
+        ):  # not decided, or sends residuals
             timed(trainer, next(batches))
         every = trainer.local.every if trainer.local else 1
         times = turn_of(ranks, trainer, batches, WARM_UP + max(2, every))
