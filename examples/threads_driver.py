@@ -23,6 +23,7 @@ class QueueTransport:
     ordered = True  # collectives are matched by number, so all ranks must start them in the same order
     native_broadcast = True  # a broadcast is as fast as a sum, so the engine may send broadcasts
     variable_lengths = True  # the payloads of an all-gather may have different lengths
+    shards_sums = False  # a sum is one collective
 
     def __init__(self, rank, mailboxes):
         self.rank = rank

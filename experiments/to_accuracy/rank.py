@@ -81,9 +81,7 @@ def measure(
     lengths = {}
     for name, trainer in trainers.items():
         fallback = trainer.compressor.rank_state.fallback if trainer.compressor else None
-        while fallback and (
-            fallback.compares or fallback.verdict is Verdict.FLUSH
-        ):  # not decided, or sends residuals
+        while fallback and (fallback.compares or fallback.verdict is Verdict.FLUSH):  # not decided, or sends residuals
             timed(trainer, next(batches))
         every = trainer.local.every if trainer.local else 1
         times = turn_of(ranks, trainer, batches, WARM_UP + max(2, every))

@@ -56,6 +56,7 @@ class HorovodTransport:
     ordered = False
     native_broadcast = False
     variable_lengths = True
+    shards_sums = False
 
     def __init__(self, prefix: str, process_set: Any):
         self.prefix = prefix

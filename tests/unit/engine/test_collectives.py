@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from hvdcompress.engine.collectives import Collectives, cut, lower, received_lengths
+from hvdcompress.engine.collectives import LARGE, Collectives, cut, lower, received_lengths
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Collective
 from hvdcompress.ops import fast
@@ -64,6 +64,23 @@ def test_every_collective_has_the_result_that_methods_expect(ordered: bool) -> N
         lengths = 8 if ordered else 0  # an ordered transport needs them before an all-gather
         assert ledger.bytes_sent() == 12 + 12 + 2 + 8 + 6 + 2 + lengths
         assert ledger.tensors()["w"].collectives == 6
+
+
+@both_transports
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_a_large_sum_is_added_up_by_shards_in_the_order_of_the_ranks(
+    ordered: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreadTransport, "shards_sums", True)
+    size = LARGE // 2 + 1  # in shards of different lengths
+    each = [(np.random.default_rng(rank).standard_normal(size) * 100).astype(dtype) for rank in range(WORLD)]
+    expected = (each[0] + each[1]) + each[2]
+    found, medium = carry_out(ordered, lambda rank: [AllReduce(each[rank]), AllReduce(each[rank][:5])])
+    for total, small, ledger in found:
+        assert total.dtype == dtype and np.array_equal(total, expected)
+        assert np.array_equal(small, expected[:5])
+        assert ledger.bytes_sent() == (size + 5) * each[0].itemsize
+    assert len(medium.results) == 3  # two for the large sum, and one for the small one
 
 
 @both_transports
