@@ -286,7 +286,10 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
             late, buffer = waiting[id(parameter)].late, state.get(known.key)
             is_first = (buffer is None, any(each is parameter for each in made))
             is_alone = not (_is_ordinary(parameter.grad) and (buffer is None or _is_ordinary(buffer)))
-            is_alone |= late.indices is None and _is_rewritten(optimizer, group)
+            if late.indices is None:
+                is_alone |= _is_rewritten(optimizer, group)
+            else:
+                is_alone |= not isinstance(late.indices[0], np.ndarray)  # backend="torch"
             key = (known.moment(group, state), late, is_first, id(parameter) if is_alone else 0)
             together.setdefault(key, []).append(parameter)
         for (moment, late, (is_new, is_made), is_alone), each in together.items():
