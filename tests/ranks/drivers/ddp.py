@@ -126,6 +126,8 @@ class DdpDriver(Driver):
             def call(first: torch.Tensor, second: Any = None, *rest: Any, **more: Any) -> Any:
                 if function is plain["broadcast"]:
                     counter.num_bytes += first.nbytes if second == self.rank else 0
+                elif function is plain["all_to_all_single"] and not rest:  # one payload, once for each rank
+                    counter.num_bytes += second.nbytes // dist.get_world_size(more["group"])
                 else:
                     counter.num_bytes += (second if isinstance(second, torch.Tensor) else first).nbytes
                 return function(first, second, *rest, **more)
