@@ -324,9 +324,8 @@ def _is_ordinary(tensor: Any) -> bool:
 
 def _is_rewritten(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     """Return whether a step uses other gradients than those in ``.grad``, or overwrites them."""
-    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-        return True
-    return any(group.get(name) for name in ("nesterov", "foreach", "maximize"))
+    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    return is_scaled or any(group.get(name) for name in ("nesterov", "foreach", "maximize"))
 
 
 def _span(waiting: Waiting) -> tuple[int, int]:

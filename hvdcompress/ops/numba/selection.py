@@ -73,8 +73,3 @@ class SelectionOps(NumpyOps):
         if not plain(x) or threshold < 0:
             return super().first_above(x, threshold, capacity)
         return _indices(x, int(magnitude_bits(threshold)) + 1, 0x7FFFFFFF, capacity)
-
-    def first_equal(self, x: Array, threshold: Scalar, capacity: int) -> Array:
-        if not plain(x) or threshold < 0:
-            return super().first_equal(x, threshold, capacity)
-        return _indices(x, int(magnitude_bits(threshold)), int(magnitude_bits(threshold)), capacity)

@@ -111,25 +111,12 @@ def accumulate_eight_products(gradient, residual, scale, out, a, found, remove):
 @compiled
 def combinations(a, x, out):
     """Set out = a · x, for a [r × n] and x [n × m]."""
-    rows, width = x.shape
-    eights = rows // 8 * 8
     out[:] = np.float32(0)
-    for start in range(0, width, 2 * BLOCK):
-        stop = min(start + 2 * BLOCK, width)
-        for i in range(0, eights, 8):
-            x0, x1, x2, x3 = x[i, start:stop], x[i + 1, start:stop], x[i + 2, start:stop], x[i + 3, start:stop]
-            x4, x5, x6, x7 = x[i + 4, start:stop], x[i + 5, start:stop], x[i + 6, start:stop], x[i + 7, start:stop]
-            for k in range(a.shape[0]):
-                o = out[k, start:stop]
-                s = a[k, i : i + 8]
-                s0, s1, s2, s3, s4, s5, s6, s7 = s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]
-                for j in range(o.size):
-                    left = (s0 * x0[j] + s1 * x1[j]) + (s2 * x2[j] + s3 * x3[j])
-                    o[j] += left + ((s4 * x4[j] + s5 * x5[j]) + (s6 * x6[j] + s7 * x7[j]))
-        for i in range(eights, rows):
-            part = x[i, start:stop]
-            for k in range(a.shape[0]):
-                o = out[k, start:stop]
+    for start in range(0, x.shape[1], 2 * BLOCK):
+        for i in range(len(x)):
+            part = x[i, start : start + 2 * BLOCK]
+            for k in range(len(a)):
+                o = out[k, start : start + 2 * BLOCK]
                 share = a[k, i]
                 for j in range(o.size):
                     o[j] += share * part[j]
