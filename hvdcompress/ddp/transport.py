@@ -29,6 +29,7 @@ from hvdcompress.engine.safety.alarm import Alarm, AlarmTransport, Call
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
+from hvdcompress.ops.torch import ops
 from hvdcompress.ops.vectors import dtype_name
 
 POLL_INTERVAL = 1e-3  #: seconds between two polls of a collective on a device, whose end wakes no thread
@@ -160,7 +161,7 @@ class ProcessGroupTransport(AlarmTransport):
         out = handle.out
         if handle.op:
             ranks = out.view(self.world_size, -1)
-            out = ranks.amax(0) if handle.op == "max" else ranks.sum(0, dtype=out.dtype)
+            out = ranks.amax(0) if handle.op == "max" else ops.add_all(list(ranks), into_first=True)
         return out.numpy() if handle.numpy else out
 
     def idle(self, handle: Handle) -> None:
