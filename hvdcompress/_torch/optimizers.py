@@ -281,15 +281,14 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
         step.made.extend(made)
         # Parameters of one bucket change together: a call for each of hundreds would cost more than the change itself
         together: dict[Any, list[torch.nn.Parameter]] = {}
+        is_rewritten = _is_rewritten(optimizer, group)
         for parameter in parameters:
             state = optimizer.state.get(parameter, {})
             late, buffer = waiting[id(parameter)].late, state.get(known.key)
             is_first = (buffer is None, any(each is parameter for each in made))
             is_alone = not (_is_ordinary(parameter.grad) and (buffer is None or _is_ordinary(buffer)))
-            if late.indices is None:
-                is_alone |= _is_rewritten(optimizer, group)
-            else:
-                is_alone |= not isinstance(late.indices[0], np.ndarray)  # backend="torch"
+            # with backend="torch", the indices are tensors
+            is_alone |= is_rewritten if late.indices is None else not isinstance(late.indices[0], np.ndarray)
             key = (known.moment(group, state), late, is_first, id(parameter) if is_alone else 0)
             together.setdefault(key, []).append(parameter)
         for (moment, late, (is_new, is_made), is_alone), each in together.items():
@@ -368,9 +367,8 @@ def _late_values(
                 each if each is None else torch.as_tensor(each, device=gradient.device) for each in (index, ages)
             )
         values, share = waiting.late.values(gradient, index, ages, moment)
-        scale = getattr(optimizer, "grad_scale", None)
         # Foreach steps with Nesterov's momentum and fused steps that unscale overwrite .grad
-        if index is None and (scale is not None or group.get("nesterov") or group.get("foreach") or parameter.is_cuda):
+        if index is None and (parameter.is_cuda or _is_rewritten(optimizer, group)):
             values = values.copy() if isinstance(values, np.ndarray) else values.clone()
     return index, _as_used(optimizer, group, values), share
 

@@ -142,16 +142,23 @@ def stamp(stamps, now, index, out, ages):
 
 
 @compiled
+def part_of(parts, spans, number, index):
+    """Return a part of a vector, where it starts, and the range of the ascending indices that are in it."""
+    start, stop = spans[number]
+    x = carray(floats_at(parts[number]), (stop - start,))
+    return x, start, range(np.searchsorted(index, start), np.searchsorted(index, stop))
+
+
+@compiled
 def take_parts(parts, spans, index, table, entries, values):
     """Set ``values`` to the elements at ``index`` of a vector whose parts have these addresses and spans [parts, 2].
 
     The values are multiplied by table[entries]; not if the table is empty.
     """
     check_indices(entries, table.size)
-    for part in range(parts.size):
-        start, stop = spans[part]
-        x = carray(floats_at(parts[part]), (stop - start,))
-        for j in range(np.searchsorted(index, start), np.searchsorted(index, stop)):
+    for number in range(parts.size):
+        x, start, inside = part_of(parts, spans, number, index)
+        for j in inside:
             at = np.uint64(index[j] - start)
             if at < np.uint64(x.size):
                 values[j] = x[at] * table[np.uint8(entries[j])] if table.size else x[at]
@@ -160,10 +167,9 @@ def take_parts(parts, spans, index, table, entries, values):
 @compiled
 def add_parts(parts, spans, index, values, factor):
     """Add factor·values to the elements at ``index`` of a vector in parts, as for ``take_parts``."""
-    for part in range(parts.size):
-        start, stop = spans[part]
-        x = carray(floats_at(parts[part]), (stop - start,))
-        for j in range(np.searchsorted(index, start), np.searchsorted(index, stop)):
+    for number in range(parts.size):
+        x, start, inside = part_of(parts, spans, number, index)
+        for j in inside:
             at = np.uint64(index[j] - start)
             if at < np.uint64(x.size):
                 x[at] += factor * values[j]
