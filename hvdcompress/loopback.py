@@ -380,7 +380,7 @@ class _Transport:
     ordered = False
     native_broadcast = True
     variable_lengths = True
-    shards_sums = False
+    shards_sums: tuple[str, ...] = ()
 
     def split(self, nodes: Nodes) -> list[_Transport]:
         """Return transports to the owners of a node, between nodes, and from the owners of a node."""

@@ -18,7 +18,22 @@ MORE = 60  #: what a test may take beyond its launch
 
 def untraced() -> dict[str, str]:
     """Our environment, without traces of an MPI that we may have been started by, or that runs in this process."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))}
+    traces = ("OMPI_", "PMIX_", "PMI_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(traces)}
+
+
+#: more ranks than cores, not bound to any, which yield while they wait: Open MPI 4 and 5, Intel MPI, MPICH
+MPI_SETTINGS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "I_MPI_WAIT_MODE": "1",
+    "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1",
+}
 
 
 def environment(kind: str, **more: str) -> dict[str, str]:
@@ -29,9 +44,7 @@ def environment(kind: str, **more: str) -> dict[str, str]:
         "PYTHONPATH": python_path(),
         "OMP_NUM_THREADS": "1",
         "HVDCOMPRESS_THREADS": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **MPI_SETTINGS,
         "TF_CPP_MIN_LOG_LEVEL": "3",
         **({"NODES": str(num_nodes_of(kind)), "HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if num_nodes_of(kind) else {}),
         **(without_tensorflow() if more.get("DRIVER") == "torch" else {}),
@@ -57,7 +70,7 @@ def launch(
     """Run a script on every rank, with ``more`` in its environment; ends all its processes when it takes too long."""
     world_size = str(world_size_of(kind))
     elastic = ("--gloo-timeout-seconds", "20", "--host-discovery-script", more.get("DISCOVER", ""))
-    mpirun = ["mpirun", "--oversubscribe", "-bind-to", "none", "-np", world_size]
+    mpirun = ["mpiexec", "-n", world_size]
     start = {
         "alone": [],
         "mpirun": mpirun,

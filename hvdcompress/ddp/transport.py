@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -88,7 +88,8 @@ class ProcessGroupTransport(AlarmTransport):
             ranks = [ranks[rank] for rank in part[1]]
         # Without local synchronization, new_group() would wait for ranks outside of the group, which never call it
         is_subgroup = len(ranks) < dist.get_world_size()
-        self.group = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_subgroup)
+        with _named_by_us(ranks) if is_subgroup else contextlib.nullcontext():
+            self.group = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_subgroup)
         # Most programs never call close(): then the group is freed together with the model
         self._finalizer = weakref.finalize(self, _free, self.group, os.getpid())
         self._finalizer.atexit = False
@@ -288,6 +289,7 @@ def peer_lost(rank: int, error: Exception) -> PeerLost:
 
 
 _num_connects: Counter[str] = Counter()  # calls of connect() by the parent's name, which make its store keys unique
+_num_subgroups: Counter[tuple[int, ...]] = Counter()  #: groups that only these ranks have made
 
 
 class _FreedGroup:
@@ -305,6 +307,23 @@ class _FreedGroup:
 
 
 _inherited_groups: list[Any] = []  #: in a forked process: the parent process's groups, which cannot be freed here
+
+
+@contextlib.contextmanager
+def _named_by_us(ranks: Sequence[int]) -> Iterator[None]:
+    """Name a group that only its members make, which PyTorch names by a number of groups.
+
+    Once other ranks were members of an earlier one, this number differs between ranks, so that they wait for each other
+    in groups of different names (PyTorch 2.13.0, 2.14.1, 2.15.0; from 2.14 on groups of all ranks, too).
+    """
+    c10d: Any = dist.distributed_c10d
+    theirs = c10d._process_group_name
+    _num_subgroups[tuple(ranks)] += 1
+    c10d._process_group_name = lambda *_, **__: f"hvdcompress {_num_subgroups[tuple(ranks)]} of {ranks}"
+    try:
+        yield
+    finally:
+        c10d._process_group_name = theirs
 
 
 def _free(group: Any, process: int) -> None:

@@ -238,7 +238,7 @@ class Collectives:
         if not has_headers(collective):
             self.report(name, kind, own, own.nbytes, splits=splits)
             is_sum = request.kind == "all_reduce" and request.op == "sum"
-            if is_sum and self.transport.shards_sums and own.nbytes >= LARGE:
+            if is_sum and own.nbytes >= LARGE and dtype_name(own) in self.transport.shards_sums:
                 return (yield from self._sum_of_shards(label, own, ops)), ()
             out = yield self.transport.start(label, request)
             return lift(collective, out, request.recv_lengths or (), ops), ()

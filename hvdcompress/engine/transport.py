@@ -58,8 +58,9 @@ class Transport(Protocol):
     """Whether a broadcast is as fast as a sum. If not, the engine requests a sum with zeros on non-root ranks."""
     variable_lengths: bool
     """Whether all-gathers and all-to-alls accept payloads of lengths that receivers do not know in advance."""
-    shards_sums: bool
-    """Whether a large sum costs less as an all-to-all of shards, which each rank adds up, and an all-gather of them."""
+    shards_sums: tuple[str, ...]
+    """The dtypes of which a large sum costs less as an all-to-all of shards, which each rank adds up, and an all-gather
+    of them."""
 
     def start(self, name: str, request: Request) -> Handle:
         """Start a collective without waiting.

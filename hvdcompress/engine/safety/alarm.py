@@ -59,7 +59,7 @@ class AlarmTransport(ABC):
     ordered = True
     native_broadcast = False
     variable_lengths = False
-    shards_sums = False
+    shards_sums: tuple[str, ...] = ()
 
     def __init__(self, alarms: Any, ranks: Sequence[int]):
         self.alarms = alarms

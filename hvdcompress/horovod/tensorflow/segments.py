@@ -90,7 +90,7 @@ class _GraphTransport(Transport):
     ordered = False
     native_broadcast = False
     variable_lengths = True
-    shards_sums = False
+    shards_sums: tuple[str, ...] = ()
 
     def start(self, name: str, request: Request) -> Request:
         """Start nothing. The handle is the request, which the graph carries out."""

@@ -56,7 +56,7 @@ class HorovodTransport:
     ordered = False
     native_broadcast = False
     variable_lengths = True
-    shards_sums = False
+    shards_sums: tuple[str, ...] = ()
 
     def __init__(self, prefix: str, process_set: Any):
         self.prefix = prefix

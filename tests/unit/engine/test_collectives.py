@@ -71,7 +71,7 @@ def test_every_collective_has_the_result_that_methods_expect(ordered: bool) -> N
 def test_a_large_sum_is_added_up_by_shards_in_the_order_of_the_ranks(
     ordered: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ThreadTransport, "shards_sums", True)
+    monkeypatch.setattr(ThreadTransport, "shards_sums", (dtype,))
     size = LARGE // 2 + 1  # in shards of different lengths
     each = [(np.random.default_rng(rank).standard_normal(size) * 100).astype(dtype) for rank in range(WORLD)]
     expected = (each[0] + each[1]) + each[2]

@@ -38,7 +38,7 @@ class ThreadTransport:
     """The transport of one thread. A collective's key is its number, or its name."""
 
     native_broadcast = False
-    shards_sums = False
+    shards_sums: tuple[str, ...] = ()
 
     def __init__(self, rank: int, medium: Medium):
         self.rank = rank
