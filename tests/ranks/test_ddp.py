@@ -9,6 +9,7 @@ import os
 import pickle
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -416,6 +417,25 @@ def test_process_group_with_all_other_features(driver):
     pair = dist.new_group([0, 2])
     if driver.rank in (0, 2):
         check_all_features(Part(pair, "group"))
+
+
+@pytest.mark.only("three ranks")
+def test_groups_after_a_group_of_some_ranks(driver):
+    """PyTorch would name them by the number of groups, which differs by then: ranks would wait for each other."""
+
+    def train(members):
+        group = dist.new_group(members, timeout=timedelta(seconds=20))
+        if driver.rank in (members or range(3)):
+            model = DistributedDataParallel(torch.nn.Linear(8, 4), process_group=group)
+            with ddp.attach(model, "topk", density=0.1):
+                model(torch.ones(2, 8)).sum().backward()
+            found = {name: each.grad.numpy() for name, each in model.module.named_parameters()}
+            ranks = [None] * dist.get_world_size(group)
+            dist.all_gather_object(ranks, float(sum(np.abs(each).sum() for each in found.values())), group=group)
+            assert ranks[0] > 0 and len(set(ranks)) == 1
+
+    for members in ([1, 2], None, [0, 2], [1, 2], [0, 1], None):
+        train(members)
 
 
 @pytest.mark.only("two levels")
