@@ -18,7 +18,16 @@ NAV: dict[str, list[str]] = {
     ],
     "Methods": ["methods", "momentum"],
     "Evidence": ["results", "momentum-results", "bench", "one-exchange", "scale", "papers/README", "reliability"],
-    "Reference": ["reference", "sharp-bits", "drivers", "backends", "architecture", "decisions", "changelog"],
+    "Reference": [
+        "reference",
+        "sharp-bits",
+        "versions",
+        "drivers",
+        "backends",
+        "architecture",
+        "decisions",
+        "changelog",
+    ],
 }
 #: page -> patterns of the pages below it
 BELOW = {"methods": ["methods/*"], "papers/README": ["papers/[!R]*"]}

@@ -156,6 +156,9 @@ class Compressor(GroupCompressor):
             name: its name.
             gradient: its gradient vector [n] on this rank; overwritten with the average over replicas.
         """
+        if gradient.is_cuda:
+            # Before PyTorch 2.15, FSDP frees the vector while this stream may still use it (PyTorch issue 180889)
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
         if not all(group.all_reduce_grads for group in _groups(module)):
             before = self._accumulated.get(name)
             self._accumulated[name] = gradient.clone() if before is None else before.add_(gradient)

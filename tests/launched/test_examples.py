@@ -23,11 +23,13 @@ from tests.launching import launch
         pytest.param("horovodrun-2", "torch_compressed", marks=pytest.mark.slow),
         pytest.param("mpi-2", "tensorflow_plain", marks=pytest.mark.slow),
         pytest.param("mpi-2", "keras_compressed", marks=pytest.mark.slow),
+        pytest.param("torchrun-2", "keras_ddp", marks=pytest.mark.slow),
     ],
 )
 def test_an_example_trains(kind_of_launch: str, example: str) -> None:
-    needs("tensorflow" if example.startswith(("tensorflow", "keras")) else "torch")
-    needs(*([] if example.startswith("ddp") else ["horovod"]))
+    needs("tensorflow" if example.startswith(("tensorflow", "keras_c")) else "torch")
+    needs("keras" if example.startswith("keras") else "hvdcompress")
+    needs(*([] if kind_of_launch.startswith("torchrun") else ["horovod"]))
     done = launch(kind_of_launch, ROOT / "examples" / f"{example}.py", seconds=150)
     assert done.returncode == 0, done.stdout[-2000:]
     accuracy = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
