@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 NAV: dict[str, list[str]] = {
     "Start": ["quickstart", "which-method", "advise"],
     "Guides": [
-        *(f"guides/{name}" for name in ("ddp", "pytorch", "tensorflow", "keras", "fsdp", "mpi")),
+        *(f"guides/{name}" for name in ("ddp", "pytorch", "tensorflow", "keras", "keras-torch", "fsdp", "mpi")),
         *(f"guides/{name}" for name in ("lightning", "accelerate", "transformers")),
         *(
             f"guides/{name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -68,11 +69,39 @@ def test_blocks_of_the_guides(driver):
         {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
         {"bucket_cap_mb": 0.004, "find_unused_parameters": True},
         {"bucket_cap_mb": 25, "static_graph": True},
+        {"bucket_cap_mb": 0.004, "batched_grad_copy": True},
+        {"bucket_cap_mb": 0.004, "lazy_bucket_allocation": True},
+        {"bucket_cap_mb": 0.004, "lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
     ],
 )
 def test_buckets_and_options_of_ddp_do_not_change_results(driver, options):
     """With one parameter, some or all parameters in a bucket. DDP forms the buckets again at the second step."""
+    if missing := options.keys() - inspect.signature(DistributedDataParallel).parameters.keys():
+        pytest.skip(f"PyTorch {torch.__version__} has no {', '.join(missing)}")
     assert_equals_loopback(driver, DistributedDataParallel(Net(SHAPES), **options), "scalecom", density=0.02)
+
+
+def test_the_program_may_finalize_the_backward_pass(driver):
+    if not hasattr(DistributedDataParallel, "finalize_backward"):
+        pytest.skip(f"PyTorch {torch.__version__} has no finalize_backward(): since 2.15")
+    found = []
+    for manual in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 40))
+        model = DistributedDataParallel(net, bucket_cap_mb=0.004)
+        model.require_manual_backward_finalization = manual
+        with ddp.attach(model, "topk", density=0.05):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for step in range(4):
+                optimizer.zero_grad()
+                model(torch.full((3, 40), 1.0 + step + driver.rank)).square().mean().backward()
+                if manual:
+                    model.finalize_backward()
+                optimizer.step()
+        found.append({name: each.detach().numpy() for name, each in model.module.named_parameters()})
+    assert_same_on_all_ranks(found[1], driver.gather, "finalized by the program")
+    for name, array in found[0].items():
+        np.testing.assert_array_equal(found[1][name], array, err_msg=name)
 
 
 @pytest.mark.parametrize("settings", [{}, {"bucket_elements": 0}])
