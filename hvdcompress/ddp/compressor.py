@@ -339,13 +339,15 @@ def _abort_after_backward(reference: weakref.ref[Compressor], backward: Backward
 def _views(bucket: Any) -> list[torch.Tensor]:
     """Return the gradients of a DDP bucket as views of its buffer; a complex one as [*shape, 2] real numbers.
 
-    ``bucket.gradients()`` shows only the first half of a complex gradient.
+    ``bucket.gradients()`` shows only the first half of a complex gradient. PyTorch 2.9.1 has a complex buffer.
     """
     parameters = bucket.parameters()
     if not any(parameter.is_complex() for parameter in parameters):  # all parameters of a bucket have the same dtype
         return bucket.gradients()
     shapes = [(*parameter.shape, 2) for parameter in parameters]
-    parts = bucket.buffer().split([math.prod(shape) for shape in shapes])
+    buffer = bucket.buffer()
+    numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+    parts = numbers.split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

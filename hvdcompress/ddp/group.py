@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
-from hvdcompress.ddp.transport import ProcessGroupTransport, connect
+from hvdcompress.ddp.transport import ProcessGroupTransport, meet
 from hvdcompress.engine.levels import network_over
 from hvdcompress.engine.nodes import Location
 from hvdcompress.plan import IN_ORDER, Plan
@@ -46,6 +46,10 @@ class GroupCompressor(TensorCompressor):
         if self._transport:
             self._transport.close()
 
+    def _meet(self, device: torch.device, facts: Mapping[str, Any]) -> None:
+        """Wait for all ranks and compare facts; see :func:`hvdcompress.ddp.transport.meet`."""
+        meet(self._parent, device, self.watchdog, facts, "every rank's first backward pass")
+
     def _connect(self, device: torch.device) -> None:
         """Make the process groups, with all ranks, unless they are made already.
 
@@ -55,6 +59,8 @@ class GroupCompressor(TensorCompressor):
         if self._transport:
             return
         nodes = self.rank_state.nodes
-        transport = connect(self._parent, device, self.watchdog, nodes)
+        # Ranks with other nodes would wait for each other in different groups
+        self._meet(device, {"nodes": str(nodes or "one level")})
+        transport = ProcessGroupTransport(self._parent, device)
         self._network = network_over(transport, self.rank_state.observers, nodes)
         self._transport = transport

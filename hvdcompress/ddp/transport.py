@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -88,7 +88,7 @@ class ProcessGroupTransport(AlarmTransport):
             ranks = [ranks[rank] for rank in part[1]]
         # Without local synchronization, new_group() would wait for ranks outside of the group, which never call it
         is_subgroup = len(ranks) < dist.get_world_size()
-        with _named_by_us(ranks) if is_subgroup else contextlib.nullcontext():
+        with _named_by_us(ranks):
             self.group = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_subgroup)
         # Most programs never call close(): then the group is freed together with the model
         self._finalizer = weakref.finalize(self, _free, self.group, os.getpid())
@@ -289,7 +289,7 @@ def peer_lost(rank: int, error: Exception) -> PeerLost:
 
 
 _num_connects: Counter[str] = Counter()  # calls of connect() by the parent's name, which make its store keys unique
-_num_subgroups: Counter[tuple[int, ...]] = Counter()  #: groups that only these ranks have made
+_num_groups: Counter[tuple[int, ...]] = Counter()  # groups that these ranks have made, which make their names unique
 
 
 class _FreedGroup:
@@ -311,15 +311,16 @@ _inherited_groups: list[Any] = []  #: in a forked process: the parent process's 
 
 @contextlib.contextmanager
 def _named_by_us(ranks: Sequence[int]) -> Iterator[None]:
-    """Name a group that only its members make, which PyTorch names by a number of groups.
+    """Name the group that these ranks make, which PyTorch names by a number of groups.
 
-    Once other ranks were members of an earlier one, this number differs between ranks, so that they wait for each other
-    in groups of different names (PyTorch 2.13.0, 2.14.1, 2.15.0; from 2.14 on groups of all ranks, too).
+    Once some ranks have made a group without the others, this number differs between ranks, so that they wait for each
+    other in groups of different names (PyTorch 2.13.0, 2.14.1, 2.15.0; from 2.14 on groups of all ranks, too).
     """
     c10d: Any = dist.distributed_c10d
     theirs = c10d._process_group_name
-    _num_subgroups[tuple(ranks)] += 1
-    c10d._process_group_name = lambda *_, **__: f"hvdcompress {_num_subgroups[tuple(ranks)]} of {ranks}"
+    _num_groups[tuple(ranks)] += 1
+    name = f"hvdcompress {_num_groups[tuple(ranks)]} of {ranks}"
+    c10d._process_group_name = lambda *_, **__: name
     try:
         yield
     finally:
@@ -345,8 +346,8 @@ def _free(group: Any, process: int) -> None:
             names[_FreedGroup()] = name  # type: ignore[index]
 
 
-def connect(parent: Any, device: torch.device, watchdog: Watchdog, nodes: Nodes | None = None) -> ProcessGroupTransport:
-    """Wait for all ranks of ``parent``, exchange the watchdogs' addresses, and return a transport of a new group.
+def meet(parent: Any, device: torch.device, watchdog: Watchdog, facts: Mapping[str, Any], what: str) -> None:
+    """Wait for all ranks of ``parent``, exchange the watchdogs' addresses, and compare facts.
 
     The ranks meet in the store of the parent, because PyTorch's own wait for a group does not show which ranks are
     missing.
@@ -355,11 +356,12 @@ def connect(parent: Any, device: torch.device, watchdog: Watchdog, nodes: Nodes 
         parent: the process group whose ranks take part.
         device: the device of the gradients.
         watchdog: the watchdog of this rank.
-        nodes: the nodes of this rank's Compressor; None for one level.
+        facts: {name: value} that must be equal on all ranks, such as keys of the plan.
+        what: what this rank waits for, for messages.
 
     Raises:
         PeerLost: a rank has not arrived within the group's timeout.
-        PeerError: the nodes differ between ranks. The ranks would wait for each other in different groups.
+        PeerError: the facts differ between ranks.
     """
     store = dist.distributed_c10d._get_process_group_store(parent)
     name = parent.group_name
@@ -370,17 +372,16 @@ def connect(parent: Any, device: torch.device, watchdog: Watchdog, nodes: Nodes 
     def arrived() -> list[int]:
         return [each for each, key in enumerate(keys) if store.check([key])]
 
-    with watchdog.rendezvous("every rank's first backward pass", arrived):
+    with watchdog.rendezvous(what, arrived):
         try:
             timeout = parent._get_backend(device).options._timeout
             watchdog.patience = timeout.total_seconds()
-            mine = json.dumps([watchdog.endpoint(), str(nodes or "one level")])
-            addresses, levels = zip(*map(json.loads, exchange_texts(store, keys, rank, mine, timeout)), strict=True)
+            mine = json.dumps([watchdog.endpoint(), facts])
+            addresses, everyone = zip(*map(json.loads, exchange_texts(store, keys, rank, mine, timeout)), strict=True)
             watchdog.set_peers(addresses)
         except TimeoutError as error:
-            raise PeerLost(f"rank {rank} waited for the first backward pass of all ranks: {error}") from error
-        compare_configs([({"nodes": each}, {}) for each in levels])
-        return ProcessGroupTransport(parent, device)
+            raise PeerLost(f"rank {rank} waited for {what}: {error}") from error
+        compare_configs([(each, {}) for each in everyone])
 
 
 def exchange_texts(store: Any, keys: Sequence[str], rank: int, text: str, timeout: timedelta) -> list[str]:

@@ -85,7 +85,7 @@ def test_torchruns_others_go_on_without_a_lost_node_and_with_its_successor(tmp_p
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic"]
         meet += ["--rdzv-conf", f"last_call_timeout=5,is_host={int(num_ranks == 2)}", "--local-addr", "127.0.0.1"]
         line = [*start, *meet, "--no-python", sys.executable, str(ELASTIC), str(tmp_path)]
-        # else PyTorch 2.13 gives restarted ranks the store in which the lost ones' addresses are
+        # else PyTorch 2.13 to 2.15 gives restarted ranks the store in which the lost ones' addresses are
         env = environment("torchrun-2", DRIVER="ddp", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **more)
         with (tmp_path / "log").open("a") as log:
             return subprocess.Popen(line, env=env, stdout=log, stderr=log)

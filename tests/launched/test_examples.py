@@ -27,9 +27,10 @@ from tests.launching import launch
     ],
 )
 def test_an_example_trains(kind_of_launch: str, example: str) -> None:
-    needs("tensorflow" if example.startswith(("tensorflow", "keras_c")) else "torch")
-    needs("keras" if example.startswith("keras") else "hvdcompress")
-    needs(*([] if kind_of_launch.startswith("torchrun") else ["horovod"]))
+    if kind_of_launch.startswith("torchrun"):
+        needs("torch", *(["keras"] if "keras" in example else []))
+    else:
+        needs("horovod", "torch" if "torch" in example else "tensorflow")
     done = launch(kind_of_launch, ROOT / "examples" / f"{example}.py", seconds=150)
     assert done.returncode == 0, done.stdout[-2000:]
     accuracy = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])

@@ -104,6 +104,38 @@ def test_the_program_may_finalize_the_backward_pass(driver):
         np.testing.assert_array_equal(found[1][name], array, err_msg=name)
 
 
+@pytest.mark.slow  # each compiles for seconds
+@pytest.mark.parametrize("compiled", ["model", "DDP", "step", "DDP, step"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_compiled_models_and_optimizers_train_as_eager_ones(driver, compiled, optimizer):
+    def train(compiled):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        layers = [layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.Tanh())]
+        net = torch.nn.Sequential(*layers)
+        options = {"static_graph": True, "gradient_as_bucket_view": True} if "DDP" in compiled else {}
+        # torch.compile refuses buckets smaller than DDP's first one, of 1 MB
+        model = DistributedDataParallel(torch.compile(net) if "model" in compiled else net, bucket_cap_mb=1, **options)
+        with ddp.attach(model, "topk", density=0.01):
+            call = torch.compile(model) if "DDP" in compiled else model
+            if optimizer == "SGD":
+                made = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            else:  # with a smaller eps, rounding decides on whole steps where a gradient is near zero
+                made = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-4)
+            step = torch.compile(made.step) if "step" in compiled else made.step
+            random = torch.Generator().manual_seed(driver.rank)
+            for _ in range(6):
+                made.zero_grad()
+                call(torch.randn(8, 256, generator=random)).square().mean().backward()
+                step()
+        return {name: each.detach().numpy() for name, each in net.named_parameters()}
+
+    eager, found = train(""), train(compiled)
+    assert_same_on_all_ranks(found, driver.gather, compiled)
+    for name, array in eager.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("settings", [{}, {"bucket_elements": 0}])
 def test_unused_parameters_keep_their_residuals(driver, settings):
     """Parameter "c" is used on no rank in step 2. Parameter "a" is used on rank 0 alone in step 3: it takes part."""
