@@ -443,6 +443,14 @@ class Method:
         """
         return False
 
+    @property
+    def shard_codec(self) -> Any:
+        """The number format of a reduce-scatter between shards, a ``Codec`` (``parts/sums.py``).
+
+        None if the method needs more than each shard's values, such as a whole matrix.
+        """
+        return None
+
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
         """Return {name: slot} of the method's state for one tensor, without the residual (``parts/feedback.py``)."""
         return {}

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, Workspace, method
 from hvdcompress.parts import codecs, sums
+from hvdcompress.parts.sums import Codec
 
 
 @method
@@ -38,6 +39,10 @@ class Bf16(Method):
 
     paper = "bfloat16 (Kalamkar et al. 2019, arXiv 1905.12322)"
     sends = "2n + 2n/p bytes: scatter-reduce of 16-bit shards"
+
+    @property
+    def shard_codec(self) -> Codec:
+        return codecs.codec("bf16")
 
     def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return codecs.reduced_num_bytes(spec.size, "bf16", world_size)

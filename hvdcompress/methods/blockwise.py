@@ -114,6 +114,10 @@ class Blockwise(sums.Quantizer):
     def codec(self) -> LevelCodec:
         return LevelCodec(self.values, self.block, self.rounding)
 
+    @property
+    def shard_codec(self) -> LevelCodec | None:
+        return None if self.rotation else self.codec
+
     def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         n = rotation.padded_size(spec.size, self.block) if self.rotation else spec.size
         return sums.reduced_num_bytes(n, self.codec, self.route, world_size)

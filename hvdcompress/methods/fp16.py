@@ -29,6 +29,7 @@ from __future__ import annotations
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, Workspace, method
 from hvdcompress.ops.scan import Scan
 from hvdcompress.parts import codecs
+from hvdcompress.parts.sums import Codec
 
 
 @method
@@ -38,6 +39,10 @@ class Fp16(Method):
     paper = "IEEE 754 half precision; pre-scaled as in torch's fp16_compress_hook"
     sends = "2n bytes, summed"
     granularity = "element"
+
+    @property
+    def shard_codec(self) -> Codec:
+        return codecs.codec("fp16")
 
     def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return codecs.reduced_num_bytes(spec.size, "fp16", world_size)

@@ -192,6 +192,10 @@ class Quantizer(Method):
         """The number format."""
         raise NotImplementedError
 
+    @property
+    def shard_codec(self) -> Codec | None:
+        return self.codec
+
     def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return reduced_num_bytes(spec.size, self.codec, self.route, world_size)
 

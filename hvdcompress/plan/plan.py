@@ -71,9 +71,14 @@ class Program:
 
 
 def describe_method(method: Method) -> str:
-    """Return a method as text: its id, its density, and the hyper-parameters that differ from their defaults."""
+    """Return a method as text: its id, its density, and the hyper-parameters that differ from their defaults.
+
+    Those that all methods have come last.
+    """
     default = {f.name: f.default for f in fields(method)}
     changed = {k: v for k, v in method.hyperparameters().items() if v != default[k] or k == "density"}
+    common = {f.name for f in fields(Method)}
+    changed = dict(sorted(changed.items(), key=lambda item: item[0] in common))
     return " ".join([method.id, *(f"{key}={value}" for key, value in changed.items())])
 
 

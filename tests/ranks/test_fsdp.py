@@ -194,8 +194,11 @@ def test_unsupported_models_and_settings_are_refused(driver, mesh):
     for given, words, error in (
         ({}, ["replicas="], ValueError),
         ({"replicas": "topk"}, ["mesh="], ValueError),
-        ({"gradients": "blockwise", "mesh": mesh["replicate"]}, ["gradients", "replicas="], NotImplementedError),
-        ({"parameters": "int8", "mesh": mesh["replicate"]}, ["parameters"], NotImplementedError),
+        ({"gradients": "blockwise", "mesh": mesh["replicate"]}, ["replicas=", "mesh="], ValueError),
+        ({"parameters": "int9"}, ["int9", "int8"], ValueError),
+        ({"gradients": "powersgd"}, ["powersgd", "blockwise"], ValueError),
+        ({"gradients": "blockwise", "feedback": "plain"}, ["feedback", "residual"], ValueError),
+        ({"gradients": "blockwise", "rotation": True}, ["rotation"], ValueError),
     ):
         driver.must_raise(error, words, lambda g=given: fsdp.attach(sharded(mesh["shard"]), **g))
 

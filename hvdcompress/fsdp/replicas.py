@@ -1,10 +1,4 @@
-"""Compress gradients between the replicas of an FSDP2 model; the exchange between the shards of a replica stays dense.
-
-    mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, mesh=mesh["shard"])                         # layers first, as always
-    from hvdcompress import fsdp
-
-    fsdp.attach(model, replicas="scalecom", mesh=mesh["replicate"], density=0.01)
+"""Compress gradients between the replicas of a sharded model.
 
 ``fully_shard`` over the shard dimension reduces gradients within each replica, with a dense reduce-scatter. Afterwards
 a rank has one flat gradient vector for each module that was given to ``fully_shard``. FSDP passes this vector to an
@@ -18,25 +12,21 @@ module's name. A flat vector has no rows and columns, so methods that need matri
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import torch
-import torch.distributed as dist
 
 from hvdcompress._torch.optimizers import Waiting, trains
 from hvdcompress.ddp.group import GroupCompressor
 from hvdcompress.engine.step import Step
+from hvdcompress.fsdp.shards import ShardCompressor, groups_of
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan, plan_of
-from hvdcompress.settings import DriverSettings, Settings
+from hvdcompress.settings import Settings
 
-__all__ = ["Compressor", "attach"]
-
-ROOT = "(root)"  #: name of the outermost module, whose vector has the parameters that no inner FSDPModule has
 ONE_STEP_PER_MODULE = "under FSDP the gradients of each module are exchanged in a step of their own"
 
 
@@ -71,6 +61,7 @@ class Compressor(GroupCompressor):
     Attributes:
         plan: the plan: which method each module's vector gets, and with which hyper-parameters.
         ledger: bytes and seconds so far, on this rank, between replicas; ``steps`` counts exchanged vectors.
+        shards: the Compressor of the exchange between shards, if :func:`attach` has made one.
 
     Raises:
         ValueError: the plan is wrong, or has ``bucket_elements``, ``verify_every`` or ``nodes``, which FSDP does not
@@ -98,6 +89,7 @@ class Compressor(GroupCompressor):
         plan = plan_of(method, **{"bucket_elements": 0, **settings})
         super().__init__(plan, replicas, shard.vectors.items(), loss_scale, backend)  # type: ignore[arg-type]
         self.shard = shard
+        self.shards: ShardCompressor | None = None
         # By module: sums of gradients that are accumulated, not reduced
         self._accumulated: dict[str, torch.Tensor] = {}
         self._trained = {id(parameter) for members in shard.parameters.values() for parameter in members}
@@ -106,7 +98,7 @@ class Compressor(GroupCompressor):
         start = 0
         for parameter in self.shard.parameters[name]:
             yield parameter, start, start + parameter.to_local().numel()  # type: ignore[attr-defined]
-            start += _elements(parameter)
+            start += elements_of(parameter)
 
     def _waiting(self, optimizer: torch.optim.Optimizer) -> dict[int, Waiting]:
         """Return what has waited of each parameter of an optimizer; see :meth:`TensorCompressor._waiting`.
@@ -116,6 +108,13 @@ class Compressor(GroupCompressor):
         if trains(optimizer, self._trained):
             self.rank_state.end_round()
         return super()._waiting(optimizer)
+
+    def summary(self, link_gbits: float | None = None) -> str:
+        """Return the tables of both exchanges: between replicas, and between shards if :attr:`shards` has one."""
+        tables = [super().summary(link_gbits)]
+        if self.shards:
+            tables = ["between replicas", *tables, "between shards", self.shards.summary(link_gbits)]
+        return "\n".join(tables)
 
     def save(self, folder: str | Path) -> Path:
         """Write this rank's state to a file of its own, in a subfolder for its shard; call it on every rank.
@@ -159,7 +158,7 @@ class Compressor(GroupCompressor):
         if gradient.is_cuda:
             # Before PyTorch 2.15, FSDP frees the vector while this stream may still use it (PyTorch issue 180889)
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        if not all(group.all_reduce_grads for group in _groups(module)):
+        if not all(group.all_reduce_grads for group in groups_of(module)):
             before = self._accumulated.get(name)
             self._accumulated[name] = gradient.clone() if before is None else before.add_(gradient)
             gradient.zero_()
@@ -199,86 +198,7 @@ class Compressor(GroupCompressor):
             self.rank_state.late[name].absorb(earlier)
 
 
-def attach(
-    model: torch.nn.Module,
-    gradients: str | Method | Plan | Mapping[str, Any] | None = None,
-    parameters: str | None = None,
-    replicas: str | Method | Plan | Mapping[str, Any] | None = None,
-    *,
-    mesh: Any = None,
-    **settings: Unpack[DriverSettings],
-) -> Compressor:
-    """Compress the gradients that the replicas of a sharded model exchange.
-
-    Call it on every rank, after ``fully_shard(…, mesh=mesh["shard"])`` and before the first backward pass. Replicas
-    must start from the same weights.
-
-    Args:
-        model: an ``FSDPModule``, sharded only over the ranks of its replica.
-        gradients: not available yet: a method for the reduce-scatter of the gradients between shards.
-        parameters: not available yet: a format for the all-gather of the parameters between shards.
-        replicas: the method for the all-reduce between replicas: a method id with hyper-parameters in ``settings``, a
-            Method, a Plan, a plan's dict, or its YAML file. The plan's rules match the names of the modules that were
-            given to ``fully_shard``.
-        mesh: the ranks that hold the same shard: a one-dimensional device mesh, or a process group.
-        settings: ``loss_scale``, ``backend``, hyper-parameters and plan keys; see :class:`Compressor`.
-
-    Returns:
-        The Compressor.
-
-    Raises:
-        ValueError: the model is not sharded, or is sharded over more than one dimension; the plan is wrong; ``mesh`` or
-            ``replicas`` is missing.
-        NotImplementedError: ``gradients`` or ``parameters`` is given.
-    """
-    for name, given in (("gradients", gradients), ("parameters", parameters)):
-        if given is not None:
-            raise NotImplementedError(f"{name}: only the exchange between replicas can be compressed; use replicas=")
-    if replicas is None or mesh is None:
-        raise ValueError(
-            'give a method and the ranks that hold the same shard: replicas="auto", mesh=mesh["replicate"]'
-        )
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    sizes: dict[str, int] = {}
-    members: dict[str, list[torch.nn.Parameter]] = {}
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for name, parameter in trained:
-        owners = [module for module in modules if not module or name.startswith(f"{module}.")]
-        if not owners:
-            raise ValueError(f"parameter {name} is in no FSDPModule: call fully_shard() first")
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
-            raise ValueError(
-                f"parameter {name} must be sharded over one dimension, the ranks of a replica: call fully_shard(…, "
-                "mesh=mesh['shard']). With a mesh that contains the replicas, PyTorch reduces over them itself"
-            )
-        owner = max(owners, key=len)
-        sizes[owner] = sizes.get(owner, 0) + _elements(parameter)
-        members.setdefault(owner or ROOT, []).append(parameter)
-    if not trained:
-        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
-    like = trained[0][1].to_local().detach()  # type: ignore[attr-defined]
-    shards = trained[0][1].device_mesh  # type: ignore[attr-defined]
-    # Expanded scalars: they have the vectors' sizes, but take no memory
-    vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}
-    group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
-    shard = Shard(vectors, members, shards.get_local_rank(), shards.size())
-    compressor = Compressor(replicas, shard, group, **settings)
-    for owner in sizes:
-        modules[owner].set_all_reduce_hook(functools.partial(compressor._receive, modules[owner], owner or ROOT))
-    return compressor
-
-
-def _groups(module: Any) -> Sequence[Any]:
-    """Return FSDP's internal parameter groups of a module."""
-    state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # newer versions of PyTorch have a list
-    return several if several is not None else [state._fsdp_param_group]
-
-
-def _elements(parameter: Any) -> int:
+def elements_of(parameter: Any) -> int:
     """Return the number of elements of a parameter's shard, including padding: all shards have the same size."""
     dim = parameter.placements[0].dim
     shards = parameter.device_mesh.size()
