@@ -18,6 +18,7 @@ from experiments.compare import compare
 from experiments.cost_model.command import scale
 from experiments.momentum.command import app as momentum
 from experiments.papers.command import reproduce
+from experiments.sharded.command import app as sharded
 from experiments.to_accuracy.command import app as time_to_accuracy
 from experiments.training.command import quickstart, run
 from experiments.training.gradients import save_gradients
@@ -62,6 +63,7 @@ for command in (quickstart, run, bench, codec, save_gradients, compare, scale, r
     app.command()(command)
 app.add_typer(time_to_accuracy, name="time-to-accuracy")
 app.add_typer(momentum, name="momentum")
+app.add_typer(sharded, name="sharded")
 
 
 def main() -> None:

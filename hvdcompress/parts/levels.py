@@ -110,6 +110,10 @@ class LevelCodec(Codec):
     def bits(self) -> int:
         return FORMATS[self.name].bits
 
+    @property
+    def unit(self) -> int:
+        return self._shared(1)
+
     def head_bytes(self, count: int) -> int:
         return 4 * -(-count // self.block) if FORMATS[self.name].scaled else 0
 

@@ -34,6 +34,10 @@ class StochasticCodec(Codec):
     norm: Literal["max", "l2"] = "max"
     code = 3
 
+    @property
+    def unit(self) -> int:
+        return self.bucket
+
     def head_bytes(self, count: int) -> int:
         return 4 * -(-count // self.bucket)
 

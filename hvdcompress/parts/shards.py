@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
 
 import numpy as np
 
@@ -105,18 +104,21 @@ class ShardFormat:
 
 @lru_cache(4096)
 def format_of(codec: Codec, parts: tuple[tuple[int, bool], ...]) -> ShardFormat:
-    """Return the format of shards with these parts; adjacent parts that share no scale are encoded as one.
+    """Return the format of shards with these parts; parts are encoded as one where that changes no value.
 
     Args:
         codec: the number format.
         parts: for each part, its number of values, and whether it stays in float32.
     """
-    chosen = [(PLAIN["fp32"] if exact else codec, count) for count, exact in parts]
-    merged: list[tuple[Codec, int]] = []
-    for each, group in groupby(chosen, key=lambda part: part[0]):
-        counts = [count for _, count in group]
-        merged += [(each, count) for count in ([sum(counts)] if each.head_bytes(1) == 0 else counts) if count]
-    return ShardFormat(tuple(merged))
+    joined: list[tuple[Codec, int]] = []
+    for count, exact in parts:
+        each = PLAIN["fp32"] if exact else codec
+        before, length = joined[-1] if joined else (None, 0)
+        if before is each and each.unit and length % each.unit == 0:
+            joined[-1] = each, length + count
+        elif count:
+            joined.append((each, count))
+    return ShardFormat(tuple(joined))
 
 
 def reduce_scatter(

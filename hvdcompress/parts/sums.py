@@ -53,6 +53,11 @@ class Codec(ABC):
         """Return the bytes before the values."""
         return 0
 
+    @property
+    def unit(self) -> int | None:
+        """Number of values that are encoded together, such as those of a block; None: all values."""
+        return 1 if self.head_bytes(1) == 0 else None
+
     @abstractmethod
     def write(self, x: Array, head: Array, body: Array, ctx: Context, work: Workspace, stream: int) -> None:
         """Encode values into the two parts of a payload; see :meth:`encode`."""
