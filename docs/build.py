@@ -68,6 +68,7 @@ AREAS: dict[str, str] = {
     "scale": "experiments.cost_model.scale:context",
     "reliability": "pages:reliability",
     "guides/nodes": "pages:nodes",
+    "guides/fsdp": "experiments.sharded.report:context",
     "guides/local-steps": "pages:local_steps",
     "guides/migrate": "peers:migrate",
     **{f"papers/{name}": "experiments.papers.command:context" for name in ("README", *PAPERS)},

@@ -14,6 +14,7 @@ from experiments.cost_model import scale
 from experiments.momentum import report as study
 from experiments.report import plots, results, statistics
 from experiments.report.numbers import rate_of
+from experiments.sharded import report as report_of_shards
 from experiments.to_accuracy import report
 
 DOCS = Path(__file__).resolve().parent
@@ -181,8 +182,10 @@ def which_method(page: str) -> dict[str, Any]:
 
 
 def readme(page: str) -> dict[str, Any]:
-    """Return the numbers of README: those of "Which method?", without its picture."""
-    return {name: value for name, value in which_method(page).items() if not isinstance(value, Figure)}
+    """Return the numbers of README: those of "Which method?", without its picture, and one of FSDP2's guide."""
+    numbers = {name: value for name, value in which_method(page).items() if not isinstance(value, Figure)}
+    sharded = report_of_shards.times(results.load("sharded")).set_index(["rate", "contender"])
+    return {**numbers, "fsdp": f"{sharded.of_bf16['1gbit', 'qsgd4+int8']:.2f}"}
 
 
 def times(records: pd.DataFrame) -> pd.DataFrame:

@@ -70,6 +70,9 @@ class ShardCompressor(GroupCompressor):
     def __init__(self, plan: Plan, parameters: Method, modules: Mapping[str, Any], group: Any, backend: str = "auto"):
         for what, method in (*(("gradients", each) for each in plan.methods), ("parameters", parameters)):
             _check(what, method)
+        for name, module in modules.items():
+            if any(isinstance(each, _Hook) for group in groups_of(module) for each in vars(group).values()):
+                raise ValueError(f"{name}: its exchanges are compressed already; attach once, with all arguments")
         self._layouts: dict[str, list[Parts]] = {
             name: [_parts_of(module, plan.min_elements, trained) for trained in (True, False)]
             for name, module in modules.items()

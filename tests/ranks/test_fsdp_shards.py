@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from hvdcompress import fsdp
@@ -61,6 +62,7 @@ def run(generators):
         {"gradients": "natural", "parameters": "dynamic8"},
         {"gradients": "bf16", "parameters": "bf16"},
         {"gradients": "fp16", "parameters": "fp16"},
+        {"gradients": "qsgd", "parameters": "int8", "backend": "torch"},
     ],
 )
 def test_results_and_bytes_equal_the_simulation(driver, mesh, settings, monkeypatch):
@@ -384,6 +386,38 @@ def test_bytes_of_an_all_gather_of_the_parameters_own_are_refused(driver, mesh):
     driver.must_raise(
         TypeError, ["0 (parameters)", "bytes"], lambda: compressor._all_gather("0", given, given, mesh.get_group())
     )
+
+
+def test_a_second_attach_is_refused(driver, mesh):
+    model, *_ = attached(mesh, parameters="int8")
+    driver.must_raise(ValueError, ["0", "already"], lambda: fsdp.attach(model, gradients="qsgd"))
+
+
+def test_a_rank_that_comes_late_is_named(driver, mesh, caplog):
+    model, *_ = attached(mesh, warn_after=1, **INT4)
+    loss_of(model, 0).backward()
+    loss = loss_of(model, 1)
+    if driver.rank == 0:
+        time.sleep(4)
+    loss.backward()
+    if driver.rank:
+        assert any("all-gather of 4: parameters; missing: rank 0" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("options", ["compiled", "offloaded"])
+def test_compiled_and_offloaded_models_have_the_same_gradients(mesh, options):
+    model, *_ = attached(mesh, **INT4)
+    stock = gradients_of(model)
+    other = new_net()
+    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if options == "offloaded" else {}
+    for layer in other[::2]:
+        fully_shard(layer, mesh=mesh, **policy)
+    fully_shard(other, mesh=mesh, **policy)
+    fsdp.attach(other, **INT4)
+    call = torch.compile(other) if options == "compiled" else other
+    loss_of(call, 0).backward()
+    found = {name: p.grad.full_tensor().numpy() for name, p in other.named_parameters()}
+    assert_close(found, stock, (1e-6, 1e-7), options)
 
 
 def test_reports(mesh):
