@@ -41,7 +41,8 @@ def attach(
         gradients: the method for the reduce-scatter of gradients between shards, such as "blockwise": a method id with
             hyper-parameters in ``settings``, a Method, a Plan, a plan's dict, or its YAML file. The plan's rules match
             the names of the modules that were given to ``fully_shard``. A method that is given by its id rounds
-            stochastically and keeps no residual.
+            stochastically and keeps no residual; with ``feedback="plain"`` it keeps one, which has the size of the
+            unsharded gradients on every rank, in float32.
         parameters: how parameters are sent in the all-gather between shards: "int8", "int4", "fp8_e4m3", "fp8_e5m2",
             "dynamic8", "bf16", "fp16", or a Method. All ranks compute with the values that were sent; the optimizer
             keeps the exact ones.
@@ -68,8 +69,8 @@ def attach(
     if gradients is not None or parameters is not None:
         own = {key: value for key, value in settings.items() if key not in ("loss_scale", "backend")}
         plan = _plan_of("none" if gradients is None else gradients, **own)
-        backend = settings.get("backend", "auto")
-        shards = ShardCompressor(plan, _method_of(parameters), modules, _group_of(modules), backend)
+        scale, backend = settings.get("loss_scale", 1.0), settings.get("backend", "auto")
+        shards = ShardCompressor(plan, _method_of(parameters), modules, _group_of(modules), scale, backend)
     if replicas is None:
         assert shards
         return shards
@@ -93,8 +94,8 @@ def _members(model: torch.nn.Module, modules: Mapping[str, Any]) -> dict[str, li
 
 
 def _plan_of(given: str | Method | Plan | Mapping[str, Any], **settings: Any) -> Plan:
-    """Return the plan of a reduce-scatter, without residuals and with stochastic rounding where it is not given."""
-    if isinstance(given, str) and not given.endswith((".yaml", ".yml")):
+    """Return the plan of a reduce-scatter, without residuals and with stochastic rounding unless feedback is given."""
+    if isinstance(given, str) and not given.endswith((".yaml", ".yml")) and "feedback" not in settings:
         names = {field.name for field in fields(get_method(given))}
         defaults = {"feedback": "none", "rounding": "stochastic"}
         settings = {

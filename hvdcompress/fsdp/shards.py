@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -22,11 +24,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from hvdcompress.ddp.group import GroupCompressor
 from hvdcompress.ddp.transport import peer_lost
 from hvdcompress.engine.bucket_state import BucketState
+from hvdcompress.engine.step import evaluate_loss_scale
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather as AllGatherOfMethod
 from hvdcompress.method import Context, Method, TensorSpec, Workspace
-from hvdcompress.parts import shards
+from hvdcompress.parts import feedback, shards
 from hvdcompress.plan import Bucket, Grouping, Plan, Program
 
 #: renamed in PyTorch 2.13
@@ -41,14 +44,15 @@ Parts = tuple[tuple[int, bool], ...]
 class ShardCompressor(GroupCompressor):
     """Compresses gradients and parameters between the shards of a replica; made by :func:`hvdcompress.fsdp.attach`.
 
-    It keeps no state but the number of exchanges, on which random rounding depends.
+    Its state are the residuals, if the plan asks for error feedback, and the number of exchanges, on which random
+    rounding depends. A residual has the size of a module's unsharded gradients, in float32, on every rank.
 
     Args:
         plan: the plan for gradients. Its rules match modules.
         parameters: the method of the parameters; its ``shard_codec`` is used.
         modules: {name: module}, each an ``FSDPModule``.
         group: the ranks of the replica.
-        backend: as for :class:`hvdcompress.ddp.Compressor`.
+        loss_scale, backend: as for :class:`hvdcompress.ddp.Compressor`.
 
     Attributes:
         plan: the plan for gradients.
@@ -67,7 +71,15 @@ class ShardCompressor(GroupCompressor):
         "bucket_elements": "FSDP exchanges the gradients of each module by themselves",
     }
 
-    def __init__(self, plan: Plan, parameters: Method, modules: Mapping[str, Any], group: Any, backend: str = "auto"):
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Method,
+        modules: Mapping[str, Any],
+        group: Any,
+        loss_scale: float | Callable[[], float] = 1.0,
+        backend: str = "auto",
+    ):
         for what, method in (*(("gradients", each) for each in plan.methods), ("parameters", parameters)):
             _check(what, method)
         for name, module in modules.items():
@@ -78,15 +90,16 @@ class ShardCompressor(GroupCompressor):
             for name, module in modules.items()
         }
         world_size = dist.get_world_size(group)
-        like = next(next(iter(modules.values())).parameters()).detach()
-        zero = torch.zeros((), device=like.device)
+        like = next(next(iter(modules.values())).parameters())
+        policy = next(each for module in modules.values() for each in groups_of(module)).mp_policy
+        zero = torch.zeros((), dtype=policy.reduce_dtype or policy.param_dtype or like.dtype, device=like.device)
 
         def vectors(which: int, end: str) -> dict[str, torch.Tensor]:
             # Expanded scalars: they have the vectors' sizes, but take no memory
             sizes = {name: world_size * sum(count for count, _ in both[which]) for name, both in self._layouts.items()}
             return {name + end: zero.expand(size) for name, size in sizes.items() if size}
 
-        super().__init__(plan, group, vectors(0, "").items(), 1.0, backend)  # type: ignore[arg-type]
+        super().__init__(plan, group, vectors(0, "").items(), loss_scale, backend)  # type: ignore[arg-type]
         program = Program(((0, parameters),))
         self._gathers = {}
         for name, vector in vectors(1, PARAMETERS).items():
@@ -106,13 +119,11 @@ class ShardCompressor(GroupCompressor):
         """Do nothing: the sums that the base class tries are other ones."""
 
     def _buckets(self) -> list[Bucket]:
-        return [*self.buckets.values(), *self._gathers.values()]
+        compressed = [each for each in self._gathers.values() if not each.program.main.identity]
+        return [*self.buckets.values(), *compressed]
 
     def _waits_for(self) -> str | None:
         return self._waits
-
-    def discard(self) -> None:
-        """Do nothing: no state depends on the gradients of the last step."""
 
     @torch.no_grad()
     def _reduce_scatter(self, name: str, output_tensor: Any, input_tensor: Any, group: Any, op: Any, **_: Any) -> None:
@@ -126,23 +137,50 @@ class ShardCompressor(GroupCompressor):
             op: ``ReduceOp.SUM`` or ``AVG``, or a sum with a factor (PREMUL_SUM).
         """
         bucket = self._bucket_and_index[name][0]
-        before = self.rank_state.next_step(bucket).state
-        work, ctx = self._begin("gradients", bucket, input_tensor, group, before.step if before else 0)
+        state = self.rank_state.next_step(bucket).state
+        work, ctx = self._begin("gradients", bucket, input_tensor, group, state.step if state else 0)
+        self.rank_state.note_begun(bucket)
         # Not the bucket's: small tensors are sent in float32 anyway, and gloo's own reduce-scatter sends more
         method = self.plan.program_of(bucket.spec).at(ctx.step)
+        x = self._framework.flat(input_tensor.float())
+        state = state or BucketState.zeros(bucket, x, work.ops)
+        slots = state.slots
         if self.rank_state.paused or method.identity:
             self._observe(bucket.spec.name, Sent("AllToAll", None, input_tensor.nbytes, group=_ranks(ctx)))
             _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
         else:
             out = torch.empty_like(output_tensor, dtype=torch.float32) if _other(output_tensor) else output_tensor
             form = shards.format_of(method.shard_codec, self._fitting(name, 0, len(out)))
-            factor = _factor(op, ctx.world_size)
-            x, result = self._framework.flat(input_tensor.float()), self._framework.flat(out)
-            self._run(shards.reduce_scatter(x, result, factor, form, ctx, work), f"{name}: gradients", ctx, group)
+            factor, result = _factor(op, ctx.world_size), self._framework.flat(out)
+            residual = slots.get(feedback.RESIDUAL)
+            scale = evaluate_loss_scale(self.loss_scale)
+            if residual is not None:
+                x = self._accumulated(bucket, residual, x, scale, work.ops)
+            communication = shards.reduce_scatter(x, result, factor, form, ctx, work, residual is not None)
+            self._run(communication, f"{name}: gradients", ctx, group)
             if out is not output_tensor:
                 output_tensor.copy_(out)
-        self.rank_state.put([BucketState(bucket, {}, step=ctx.step + 1)])
-        self.ledger.steps += 1
+            if residual is not None:
+                x *= np.float32(1.0 / scale)
+                if method.feedback == "lowpass":
+                    work.ops.blend(x, residual, method.beta)
+                work.ops.keep_if(work.ops.all_finite(x), x, residual)
+                slots = {**slots, feedback.RESIDUAL: x}
+        if not self.rank_state.paused:
+            self.rank_state.swap({bucket.spec.name: replace(state, slots=slots, step=ctx.step + 1)})
+            self.ledger.steps += 1
+
+    def _accumulated(self, bucket: Bucket, residual: Any, gradients: Any, scale: float, ops: Any) -> Any:
+        """Return gradients + residual, in the memory of the next residual."""
+        if len(gradients) != len(residual):
+            raise ValueError(
+                f"{bucket.spec.name}: only {len(gradients)} of {len(residual)} elements have a gradient; with error "
+                "feedback, every parameter needs one in every step"
+            )
+        x = self.rank_state.memory[bucket.spec.name].second_buffer(feedback.RESIDUAL, residual, "float32", ops)
+        ops.write(x, residual, scale)
+        x += gradients
+        return x
 
     @torch.no_grad()
     def _all_gather(self, name: str, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
@@ -158,6 +196,8 @@ class ShardCompressor(GroupCompressor):
         """
         bucket = self._gathers[name + PARAMETERS]
         work, ctx = self._begin("parameters", bucket, input_tensor, group, 0)
+        for observer in self.rank_state.observers:
+            observer.begun(self.rank_state.rank, bucket.spec.name, input_tensor.nbytes)
         if self.rank_state.paused or ctx.world_size != self.rank_state.world_size:
             self._observe(bucket.spec.name, Sent("AllGather", None, input_tensor.nbytes, group=_ranks(ctx)))
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -182,8 +222,6 @@ class ShardCompressor(GroupCompressor):
             facts = {"method": str(self.plan.program), **self.plan.to_dict(), "parameters": str(self._gathers)}
             self._meet(given.device, facts)
             self._met = True
-        for observer in self.rank_state.observers:
-            observer.begun(self.rank_state.rank, bucket.spec.name, given.nbytes)
         ops = self._framework.ops(self._framework.flat(given[:0].float()))
         ctx = Context(group.rank(), group.size(), step, bucket.spec, self.plan.seed, needs_own=False)
         return Workspace(ops, self._scratch[what]), ctx
@@ -256,11 +294,8 @@ def _check(what: str, method: Method) -> None:
             f"{what}: {method.id} cannot send shards by themselves in a fixed number of bytes; use blockwise (without "
             "rotation), qsgd, natural, fp16, bf16 or none"
         )
-    if method.feedback != "none":
-        raise ValueError(
-            f"{what}: feedback={method.feedback!r} would need a residual of the unsharded size, which is not available "
-            'between shards; use feedback="none"'
-        )
+    if what == "parameters" and method.feedback != "none":
+        raise ValueError('parameters: a residual would change the values that ranks compute with; use feedback="none"')
 
 
 def groups_of(module: Any) -> Sequence[Any]:

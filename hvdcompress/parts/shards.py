@@ -101,6 +101,11 @@ class ShardFormat:
         if ops.all_finite(flag) is not True:  # on a device, the host does not know it
             out += flag
 
+    def subtract(self, payload: Array, x: Array, ops: Ops) -> None:
+        """Subtract a decoded payload from a shard x [m], in place."""
+        for codec, values, place in self.spans:
+            ops.subtract(x[values], codec.coded(payload[place], values.stop - values.start, ops), 1.0)
+
 
 @lru_cache(4096)
 def format_of(codec: Codec, parts: tuple[tuple[int, bool], ...]) -> ShardFormat:
@@ -122,26 +127,30 @@ def format_of(codec: Codec, parts: tuple[tuple[int, bool], ...]) -> ShardFormat:
 
 
 def reduce_scatter(
-    x: Array, out: Array, factor: float, form: ShardFormat, ctx: Context, work: Workspace
+    x: Array, out: Array, factor: float, form: ShardFormat, ctx: Context, work: Workspace, keeps_error: bool = False
 ) -> Generator[AllToAll, Iterable[Array], None]:
     """Sum the vectors of all ranks; each rank gets its shard of the sum.
 
     Args:
-        x: float32 [p·m]; read only.
+        x: float32 [p·m]; read only without ``keeps_error``.
         out: float32 [m] that receives factor · the sum.
         factor: for example 1/p for the mean.
         form: the format of a shard.
         ctx: rank, world_size, step and tensor.
         work: buffers and the array ops.
+        keeps_error: whether x becomes x minus what was sent of it.
 
     Yields:
         An all-to-all.
     """
     m, width = len(out), form.num_bytes
     payload = work.buffer("sent", width * ctx.world_size, "uint8", x)
-    for owner in range(ctx.world_size):
-        form.encode(x[owner * m : (owner + 1) * m], payload[owner * width : (owner + 1) * width], ctx, work, owner)
+    mine = [(x[r * m : (r + 1) * m], payload[r * width : (r + 1) * width]) for r in range(ctx.world_size)]
+    for owner, (values, place) in enumerate(mine):
+        form.encode(values, place, ctx, work, owner)
     form.add(list((yield AllToAll(payload))), out, factor, work.ops)
+    for values, place in mine if keeps_error else ():
+        form.subtract(place, values, work.ops)
 
 
 def all_gather(

@@ -197,7 +197,6 @@ def test_unsupported_models_and_settings_are_refused(driver, mesh):
         ({"gradients": "blockwise", "mesh": mesh["replicate"]}, ["replicas=", "mesh="], ValueError),
         ({"parameters": "int9"}, ["int9", "int8"], ValueError),
         ({"gradients": "powersgd"}, ["powersgd", "blockwise"], ValueError),
-        ({"gradients": "blockwise", "feedback": "plain"}, ["feedback", "residual"], ValueError),
         ({"gradients": "blockwise", "rotation": True}, ["rotation"], ValueError),
     ):
         driver.must_raise(error, words, lambda g=given: fsdp.attach(sharded(mesh["shard"]), **g))

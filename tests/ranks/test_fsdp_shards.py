@@ -355,15 +355,64 @@ def test_tensor_parallelism_beside(driver):
         assert 0 < np.linalg.norm(found[name] - array) < 0.05 * np.linalg.norm(array), name
 
 
-def test_rounding_continues_from_saved_state_to_the_bit(mesh):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_residuals_keep_what_was_not_sent(driver, mesh, mixed, monkeypatch):
+    """On every shard, the sums and the residuals of all ranks add up to the gradients of all ranks."""
+    exchange, seen = fsdp.ShardCompressor._reduce_scatter, {}
+
+    def recording(self, name, output_tensor, input_tensor, group, op, **more):
+        before = input_tensor.float().numpy().copy()
+        exchange(self, name, output_tensor, input_tensor, group, op, **more)
+        given, got = seen.setdefault(name, ([], []))
+        given.append(before)
+        got.append(output_tensor.float().numpy() * driver.world_size)
+
+    monkeypatch.setattr(fsdp.ShardCompressor, "_reduce_scatter", recording)
+    model = new_net()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model[::2]:
+        fully_shard(layer, mesh=mesh, **({"mp_policy": policy} if mixed else {}))
+    fully_shard(model, mesh=mesh, **({"mp_policy": policy} if mixed else {}))
+    compressor = fsdp.attach(model, gradients="blockwise", values="int4", feedback="plain", loss_scale=128.0)
+    for step in range(5):
+        (128 * loss_of(model, step)).backward()
+    for name, (given, got) in seen.items():
+        residual = compressor.residual(name).numpy() * np.float32(128.0)
+        assert residual.any() == (name != "4")  # a small module is sent exactly
+        inputs, kept = (np.sum(driver.gather(each), axis=0) for each in (np.sum(given, axis=0), residual))
+        m = len(got[0])
+        mine = slice(driver.rank * m, (driver.rank + 1) * m)
+        np.testing.assert_allclose(np.sum(got, axis=0) + kept[mine], inputs[mine], rtol=1e-4, atol=1e-4)
+    (described,) = [line for line in compressor.describe().splitlines() if line.startswith("blockwise")]
+    assert "MB of state" in described and "0.00 MB" not in described
+
+
+def test_discarded_steps_and_numbers_that_are_not_finite_leave_the_residual(driver, mesh):
+    model, _, compressor = attached(mesh, gradients="blockwise", feedback="plain")
+    loss_of(model, 0).backward()
+    before = compressor.residual("0")
+    loss_of(model, 1).backward()
+    assert not torch.equal(compressor.residual("0"), before)
+    compressor.discard()
+    torch.testing.assert_close(compressor.residual("0"), before, rtol=0, atol=0)
+    (loss_of(model, 1) * float("nan")).backward()
+    torch.testing.assert_close(compressor.residual("0"), before, rtol=0, atol=0)
+    with compressor.paused():
+        loss_of(model, 2).backward()
+    torch.testing.assert_close(compressor.residual("0"), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("more", [{}, {"feedback": "lowpass", "beta": 0.5}])
+def test_training_continues_from_saved_state_to_the_bit(mesh, more):
     """Not without the state: random rounding depends on the number of exchanges."""
-    model, optimizer, compressor = attached(mesh, **INT4)
+    settings = {**INT4, **more}
+    model, optimizer, compressor = attached(mesh, **settings)
     middle = train(model, optimizer, range(3))
     compressor.save(FOLDER / "fsdp-shards")
     dist.barrier()
     want = train(model, optimizer, range(3, 6))
     for loads in (True, False):
-        model, optimizer, compressor = attached(mesh, **INT4)
+        model, optimizer, compressor = attached(mesh, **settings)
         for name, parameter in model.named_parameters():
             parameter.to_local().detach().copy_(torch.from_numpy(middle[name]))
         if loads:
