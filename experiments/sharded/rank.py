@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from experiments.training.tasks import Batch, windows
 from hvdcompress import fsdp
 
 CONTEXT = 64  #: bytes of a window
+TEXT = replace(windows(CONTEXT), windows_held_out=4096)
 WARM_UP = 2  #: steps of a turn before the clock starts
 LEVELS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
 
@@ -72,19 +74,19 @@ def model_of(contender: str, width: int, blocks: int, seed: int) -> tuple[torch.
 
 
 class Training:
-    """A model, its optimizer and its batches; the rate warms up and falls to a tenth."""
+    """A model, its optimizer and its batches; the rate warms up and falls to zero."""
 
     def __init__(self, contender: str, given: dict[str, Any]):
         self.net, self.compressor = model_of(contender, given["width"], given["blocks"], given["seed"])
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.0)
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.batches: Iterator[Batch] = windows(CONTEXT).batches(rank, ranks, given["seed"], given["batch"])
+        self.batches: Iterator[Batch] = TEXT.batches(rank, ranks, given["seed"], given["batch"])
         self.steps, self.peak, self.done = given["steps"], given.get("rate_of_learning", 2e-3), 0
 
     def step(self) -> tuple[float, float]:
         """Take a step; return its seconds, and those that this process was on a processor."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.peak * min(1.0, (self.done + 1) / 30) * (1 - 0.9 * self.done / self.steps)
+            group["lr"] = self.peak * min(1.0, (self.done + 1) / 30) * max(0.0, 1 - self.done / self.steps)
         batch = next(self.batches)
         dist.barrier()
         began, cpu = time.perf_counter(), time.process_time()
@@ -97,7 +99,7 @@ class Training:
     def bits(self) -> float:
         """Return the loss on held-out text, in bits per byte; each rank does an equal part."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        sums = torch.tensor(held_out_sums(self.net, windows(CONTEXT).held_out(rank, ranks)))
+        sums = torch.tensor(held_out_sums(self.net, TEXT.held_out(rank, ranks)))
         dist.all_reduce(sums)
         return float(sums[0] / sums[2] / np.log(2))
 

@@ -5,7 +5,8 @@ FSDP calls one object for each of the two, for each module that was given to ``f
 module's gradients, and gets its shard of their sum; before each use of the module, it passes its shard of the
 parameters, and gets all shards. ``parts/shards.py`` says what is sent.
 
-The ranks use FSDP's process group. Nothing is agreed on at the end of a step, because no state depends on it.
+The ranks use FSDP's process group. Nothing is agreed on at the end of an exchange: the state of a rank depends only on
+what it has sent.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class ShardCompressor(GroupCompressor):
             self._gathers[name] = Bucket(spec, (spec,), program)
         # Gradients and parameters may be exchanged at the same time, on streams of their own
         self._scratch: dict[str, dict[str, Any]] = {"gradients": {}, "parameters": {}}
+        # Ranks of other replicas, or of other parts of a tensor, draw other random numbers
+        self._seed = plan.seed + dist.get_process_group_ranks(group)[0]
         self._met = False
         self._waits: str | None = None
         for name, module in modules.items():
@@ -136,6 +139,8 @@ class ShardCompressor(GroupCompressor):
             group: the process group.
             op: ``ReduceOp.SUM`` or ``AVG``, or a sum with a factor (PREMUL_SUM).
         """
+        if name not in self._bucket_and_index:
+            raise ValueError(f"{name}: all its parameters were frozen when it was attached; attach after unfreezing it")
         bucket = self._bucket_and_index[name][0]
         state = self.rank_state.next_step(bucket).state
         work, ctx = self._begin("gradients", bucket, input_tensor, group, state.step if state else 0)
@@ -223,7 +228,7 @@ class ShardCompressor(GroupCompressor):
             self._meet(given.device, facts)
             self._met = True
         ops = self._framework.ops(self._framework.flat(given[:0].float()))
-        ctx = Context(group.rank(), group.size(), step, bucket.spec, self.plan.seed, needs_own=False)
+        ctx = Context(group.rank(), group.size(), step, bucket.spec, self._seed, needs_own=False)
         return Workspace(ops, self._scratch[what]), ctx
 
     def _fitting(self, name: str, which: int, length: int) -> Parts:
