@@ -18,6 +18,10 @@ app = typer.Typer(
     add_completion=False,
 )
 FOLDER = Path("runs/sharded")
+Width = Annotated[int, typer.Option(help="Width of the transformer.")]
+Blocks = Annotated[int, typer.Option(help="Blocks of the transformer.")]
+Batch = Annotated[int, typer.Option(help="Windows of 64 bytes per rank and step.")]
+Folder = Annotated[Path, typer.Option(help="Folder of the results.")]
 RANK = "experiments.sharded.rank"
 
 
@@ -33,12 +37,12 @@ def time(
     contenders: Annotated[str, typer.Option(help="stock, stock-bf16, copies, or GRADIENTS+PARAMETERS; with commas.")],
     rates: Annotated[str, typer.Option(help="Rates of the emulated links, with commas.")] = "1gbit",
     ranks: Annotated[int, typer.Option(min=2, help="Ranks, one per emulated host.")] = 4,
-    width: Annotated[int, typer.Option(help="Width of the transformer.")] = 384,
-    blocks: Annotated[int, typer.Option(help="Blocks of the transformer.")] = 6,
-    batch: Annotated[int, typer.Option(help="Windows of 64 bytes per rank and step.")] = 1,
+    width: Width = 384,
+    blocks: Blocks = 6,
+    batch: Batch = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps per turn.")] = 5,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 4,
-    folder: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
+    folder: Folder = FOLDER,
 ) -> None:
     """Measure milliseconds and bytes per step; contenders take turns in one launch. A rate with a result is skipped."""
     given = {"kind": "time", "contenders": contenders.split(","), "width": width, "blocks": blocks, "batch": batch}
@@ -55,11 +59,11 @@ def train(
     contenders: Annotated[str, typer.Option(help="As for time.")],
     seeds: Annotated[str, typer.Option(help="Such as 1-3.")] = "1-3",
     ranks: Annotated[int, typer.Option(min=2, help="Ranks on this machine.")] = 2,
-    width: Annotated[int, typer.Option(help="Width of the transformer.")] = 192,
-    blocks: Annotated[int, typer.Option(help="Blocks of the transformer.")] = 3,
-    batch: Annotated[int, typer.Option(help="Windows of 64 bytes per rank and step.")] = 8,
+    width: Width = 192,
+    blocks: Blocks = 3,
+    batch: Batch = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a training.")] = 1500,
-    folder: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
+    folder: Folder = FOLDER,
 ) -> None:
     """Train, and measure the loss on held-out text in bits per byte. Trainings with a result are skipped."""
     units = []

@@ -81,7 +81,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.0)
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.batches: Iterator[Batch] = TEXT.batches(rank, ranks, given["seed"], given["batch"])
-        self.steps, self.peak, self.done = given["steps"], given.get("rate_of_learning", 2e-3), 0
+        self.steps, self.peak, self.done = given["steps"], 2e-3, 0
 
     def step(self) -> tuple[float, float]:
         """Take a step; return its seconds, and those that this process was on a processor."""

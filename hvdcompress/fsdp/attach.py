@@ -66,15 +66,16 @@ def attach(
     modules = {name or ROOT: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     members = _members(model, modules)
     shards = None
+    common: dict[str, Any] = {key: settings[key] for key in ("loss_scale", "backend") if key in settings}
+    own = {key: value for key, value in settings.items() if key not in common}
+    are_of_replicas = gradients is None and replicas is not None
     if gradients is not None or parameters is not None:
-        own = {key: value for key, value in settings.items() if key not in ("loss_scale", "backend")}
-        plan = _plan_of("none" if gradients is None else gradients, **own)
-        scale, backend = settings.get("loss_scale", 1.0), settings.get("backend", "auto")
-        shards = ShardCompressor(plan, _method_of(parameters), modules, _group_of(modules), scale, backend)
+        plan = _plan_of("none" if gradients is None else gradients, **({} if are_of_replicas else own))
+        shards = ShardCompressor(plan, _method_of(parameters), modules, _group_of(modules), **common)
     if replicas is None:
         assert shards
         return shards
-    compressor = _replicas(modules, members, replicas, mesh, settings if gradients is None else {})
+    compressor = _replicas(modules, members, replicas, mesh, settings if are_of_replicas else common)
     compressor.shards = shards
     return compressor
 
@@ -98,9 +99,7 @@ def _plan_of(given: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
     if isinstance(given, str) and not given.endswith((".yaml", ".yml")) and "feedback" not in settings:
         names = {field.name for field in fields(get_method(given))}
         defaults = {"feedback": "none", "rounding": "stochastic"}
-        settings = {
-            key: value for key, value in defaults.items() if key in names or key == "bucket_elements"
-        } | settings
+        settings = {key: value for key, value in defaults.items() if key in names} | settings
     return plan_of(given, **settings)
 
 

@@ -101,6 +101,7 @@ class ShardCompressor(GroupCompressor):
             return {name + end: zero.expand(size) for name, size in sizes.items() if size}
 
         super().__init__(plan, group, vectors(0, "").items(), loss_scale, backend)  # type: ignore[arg-type]
+        self._parameters = parameters
         program = Program(((0, parameters),))
         self._gathers = {}
         for name, vector in vectors(1, PARAMETERS).items():
@@ -122,8 +123,7 @@ class ShardCompressor(GroupCompressor):
         """Do nothing: the sums that the base class tries are other ones."""
 
     def _buckets(self) -> list[Bucket]:
-        compressed = [each for each in self._gathers.values() if not each.program.main.identity]
-        return [*self.buckets.values(), *compressed]
+        return [*self.buckets.values(), *(() if self._parameters.identity else self._gathers.values())]
 
     def _waits_for(self) -> str | None:
         return self._waits
@@ -207,7 +207,7 @@ class ShardCompressor(GroupCompressor):
             self._observe(bucket.spec.name, Sent("AllGather", None, input_tensor.nbytes, group=_ranks(ctx)))
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         out = torch.empty_like(output_tensor, dtype=torch.float32) if _other(output_tensor) else output_tensor
-        form = shards.format_of(bucket.program.main.shard_codec, self._fitting(name, 1, len(input_tensor)))
+        form = shards.format_of(self._parameters.shard_codec, self._fitting(name, 1, len(input_tensor)))
         x, result = self._framework.flat(input_tensor.float()), self._framework.flat(out)
         self._run(shards.all_gather(x, result, form, ctx, work), f"{name}: parameters", ctx, group)
         if out is not output_tensor:

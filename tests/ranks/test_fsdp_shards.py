@@ -330,6 +330,10 @@ def test_replicas_of_pytorch_and_of_ours_compose_with_shards(driver, mesh):
         for name, array in stock.items():
             assert np.linalg.norm(found[name] - array) < 0.02 * np.linalg.norm(array), name
     assert compressor.ledger.steps == compressor.shards.ledger.steps == 3
+    given = {"mesh": both["replicate"], "replicas": "topk", "loss_scale": 2.0, "density": 0.1}
+    other = fsdp.attach(sharded(both["shard"]), parameters="int8", **given)
+    assert other.plan.program.main.density == 0.1
+    assert other.loss_scale == other.shards.loss_scale == 2.0
     assert "bf16" in compressor.summary() and "none" in compressor.summary()
 
 
